@@ -89,7 +89,7 @@ def test_stretto_s_own_jobs_leave_few_free_blocks() -> None:
 
 
 def test_a_reserve_of_the_user_replaces_the_usual_one() -> None:
-    held = fit([replace(RANK, activations=GIB)], DEVICE, reserve=2.0 * GIB)
-    assert held.device.low == pytest.approx(2.97 * GIB)
-    assert held.device.mid == pytest.approx(3.04 * GIB)
+    memory = fit([replace(RANK, activations=GIB)], DEVICE, reserve=2.0 * GIB)
+    assert memory.device.low == pytest.approx(2.97 * GIB)
+    assert memory.device.mid == pytest.approx(3.04 * GIB)
     assert of(1.0).device.low == pytest.approx(0.97 * GIB + RESERVE[0])

@@ -53,7 +53,7 @@ LOSSES = {
 }
 
 
-def held(loss_name: str) -> int:
+def saved_bytes(loss_name: str) -> int:
     """Most bytes of norm, output layer and loss, beyond what they begin with."""
     x = torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     scale = torch.ones(HIDDEN, dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def held(loss_name: str) -> int:
 def test_the_head_s_memory_equals_a_real_program_s(loss: str) -> None:
     work = stage_memory([layer_memory(SHAPE, LOSSES[loss], SHAPE.layers + 1)], 0)
     predicted = max(work.forward, work.saved + work.ends + work.backward)
-    assert predicted == pytest.approx(held(loss), rel=0.1)
+    assert predicted == pytest.approx(saved_bytes(loss), rel=0.1)
 
 
 def test_a_fused_loss_takes_a_third_of_the_memory() -> None:

@@ -38,20 +38,20 @@ def test_published_bytes_are_those_of_zero_figure_1() -> None:
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_states_equal_the_paper_s_but_for_step_counters_and_padding(pp: int) -> None:
-    for one in compare_modes(MODES, lambda mode: job(mode, pp)):
-        if one.published is not None:
-            assert one.states == pytest.approx(one.published, rel=2e-3)
-            assert one.states >= one.published
-        assert one.peak > one.states
+    for row in compare_modes(MODES, lambda mode: job(mode, pp)):
+        if row.published is not None:
+            assert row.states == pytest.approx(row.published, rel=2e-3)
+            assert row.states >= row.published
+        assert row.peak > row.states
 
 
 def test_parameters_of_a_rank() -> None:
-    whole = 12 * 64 * 64 * 8 + 13 * 64 * 8 + (128 + 64 + 2) * 64
-    assert parameters_of(job("ddp"), 0) == whole
-    assert sum(parameters_of(job("zero3", 2), rank) for rank in (0, 1)) == whole + 128 * 64  # tied
+    parameters = 12 * 64 * 64 * 8 + 13 * 64 * 8 + (128 + 64 + 2) * 64
+    assert parameters_of(job("ddp"), 0) == parameters
+    assert sum(parameters_of(job("zero3", 2), rank) for rank in (0, 1)) == parameters + 128 * 64  # tied
 
 
 def test_the_peak_includes_gathered_weights_and_gradients_in_flight() -> None:
-    made = {one.mode: one for one in compare_modes(MODES, lambda mode: job(mode, 1, each=True))}
-    assert made["zero3"].states < made["zero2"].states < made["zero1"].states < made["ddp"].states
-    assert made["ddp"].peak - made["ddp"].states < made["zero2"].peak - made["zero2"].states
+    by_mode = {row.mode: row for row in compare_modes(MODES, lambda mode: job(mode, 1, each=True))}
+    assert by_mode["zero3"].states < by_mode["zero2"].states < by_mode["zero1"].states < by_mode["ddp"].states
+    assert by_mode["ddp"].peak - by_mode["ddp"].states < by_mode["zero2"].peak - by_mode["zero2"].states

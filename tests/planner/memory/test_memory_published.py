@@ -27,9 +27,9 @@ def rows(table: str) -> list[tuple[RunRecord, Fit]]:
     return [(row, fit_of(row)) for row in read]
 
 
-def error(row: RunRecord, held: Fit) -> float:
+def error(row: RunRecord, predicted: Fit) -> float:
     assert row.measured.memory is not None
-    return getattr(held, row.measured.kind).mid / row.measured.memory - 1
+    return getattr(predicted, row.measured.kind).mid / row.measured.memory - 1
 
 
 @pytest.mark.parametrize(("table", "count"), [("bloom", 89), ("torchtitan", 13)])
@@ -37,7 +37,7 @@ def test_the_mean_error_is_below_8_percent(table: str, count: int) -> None:
     """BigScience's trials before BLOOM; torchtitan's Llama with FSDP, alone and beside tensor and pipeline
     parallelism.
     """
-    errors = [abs(error(row, held)) for row, held in rows(table) if row.measured.memory]
+    errors = [abs(error(row, predicted)) for row, predicted in rows(table) if row.measured.memory]
     assert len(errors) == count
     assert sum(errors) / count < 0.08
 
@@ -45,8 +45,8 @@ def test_the_mean_error_is_below_8_percent(table: str, count: int) -> None:
 @pytest.mark.parametrize("table", ["bloom", "torchtitan"])
 def test_verdicts(table: str) -> None:
     """No run that ran out of memory fits, and each that ran may fit."""
-    failed = [held.verdict for row, held in rows(table) if row.measured.out_of_memory]
-    ran = [held.verdict for row, held in rows(table) if not row.measured.out_of_memory]
+    failed = [predicted.verdict for row, predicted in rows(table) if row.measured.out_of_memory]
+    ran = [predicted.verdict for row, predicted in rows(table) if not row.measured.out_of_memory]
     assert len(failed) == (6 if table == "bloom" else 0)
     assert "fits" not in failed
     assert "does not fit" not in ran
@@ -57,11 +57,11 @@ def test_float32_sums_beside_gradients_of_16_bits() -> None:
     gradients.
     """
     wide = [
-        (row, held)
-        for row, held in rows("bloom")
+        (row, predicted)
+        for row, predicted in rows("bloom")
         if row.job.framework.lasting_gradients and row.measured.memory
     ]
     assert len(wide) == 20
-    assert all(abs(error(row, held)) < 0.1 for row, held in wide)
+    assert all(abs(error(row, predicted)) < 0.1 for row, predicted in wide)
     plain = [replace(row, job=replace(row.job, framework=Framework(fused_softmax=True))) for row, _ in wide]
     assert sum(error(row, fit_of(row)) < -0.1 for row in plain) > 12

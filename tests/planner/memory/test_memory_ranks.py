@@ -53,22 +53,22 @@ def test_the_lookahead_equals_the_executor_s() -> None:
 def test_receive_buffers_are_as_many_as_the_executor_makes(name: str, ranks: int) -> None:
     program = lower(schedule(name, ranks, 8), lookahead=LOOKAHEAD)
     for order in program.orders:
-        made = dict[tuple[int, ActionKind], int]()
+        slots = dict[tuple[int, ActionKind], int]()
         for action, slot in assign_slots(order).items():
             pool = (action.stage, action.kind)
-            made[pool] = max(made.get(pool, 0), slot + 1)
-        assert receive_buffers(order) == made
+            slots[pool] = max(slots.get(pool, 0), slot + 1)
+        assert receive_buffers(order) == slots
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_walk_ends_empty_and_its_flights_are_the_program_s(name: str) -> None:
-    made = job(name, ranks=4, microbatches=8)
-    for rank, memory in enumerate(rank_memory(made)):
-        splits = any(a.kind is ActionKind.W for a in made.program.orders[rank])
+    memory_job = job(name, ranks=4, microbatches=8)
+    for rank, memory in enumerate(rank_memory(memory_job)):
+        splits = any(a.kind is ActionKind.W for a in memory_job.program.orders[rank])
         # I gives activations back and keeps the products' factors, so that fewer are in flight than held
         assert sum(memory.flights.values()) >= 1
         if not splits and len(memory.flights) == 1:
-            assert list(memory.flights.values()) == [peak_held(made.program)[rank]]
+            assert list(memory.flights.values()) == [peak_held(memory_job.program)[rank]]
         assert memory.between_actions <= memory.total
         assert memory.total == memory.states + sum(
             getattr(memory, kind)
@@ -81,10 +81,10 @@ def test_outputs_are_not_held_where_they_are_freed_once_sent() -> None:
     framework = replace(plain.compute.framework, frees_sent=True)
     freeing = replace(plain, compute=replace(plain.compute, framework=framework))
     for rank in range(4):
-        kept, freed = (one_rank(each, rank) for each in (plain, freeing))
+        holding, freed = (one_rank(each, rank) for each in (plain, freeing))
         # the last rank sends no outputs
-        assert (freed.between_actions < kept.between_actions) == (rank < 3)
-        assert freed.total <= kept.total
+        assert (freed.between_actions < holding.between_actions) == (rank < 3)
+        assert freed.total <= holding.total
 
 
 def test_1f1b_holds_fewer_microbatches_on_later_ranks_and_gpipe_all() -> None:
@@ -113,9 +113,9 @@ def test_weights_gradients_and_states_of_one_rank() -> None:
 
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
 def test_a_bidirectional_schedule_holds_two_copies(name: str) -> None:
-    one = sum(r.weights for r in rank_memory(job("1f1b", 4, shape=replace(GPT, tied=False))))
+    single = sum(r.weights for r in rank_memory(job("1f1b", 4, shape=replace(GPT, tied=False))))
     two = sum(r.weights for r in rank_memory(job(name, 4, shape=replace(GPT, tied=False))))
-    assert two == 2 * one
+    assert two == 2 * single
 
 
 def test_pipedream_holds_older_weights_on_earlier_ranks() -> None:
@@ -136,23 +136,23 @@ def test_more_ranks_and_recomputation_never_cost_memory(
     name: str, shape: ModelShape, tp: int, sequence_parallel: bool, batch: int
 ) -> None:
     compute = replace(COMPUTE, tp=tp, sequence_parallel=sequence_parallel and tp > 1, batch=batch)
-    made = job(name, 2, 8, shape=shape, compute=compute)
-    base = rank_memory(made)
-    full = rank_memory(replace(made, modes=("full",) * shape.layers))
+    memory_job = job(name, 2, 8, shape=shape, compute=compute)
+    base = rank_memory(memory_job)
+    full = rank_memory(replace(memory_job, modes=("full",) * shape.layers))
     for before, after in zip(base, full, strict=True):
         assert after.between_actions <= before.between_actions
         assert (after.weights, after.batch) == (before.weights, before.batch)
     for before, after in zip(
-        base, rank_memory(replace(made, compute=replace(compute, batch=2 * batch))), strict=True
+        base, rank_memory(replace(memory_job, compute=replace(compute, batch=2 * batch))), strict=True
     ):
         assert before.total < after.total <= 2 * before.total
         assert after.states == before.states
 
 
 def test_the_memory_of_a_stage_adds_up() -> None:
-    made = job("1f1b", 2)
-    blocks = [layer for layer in made.stages[1] if 1 <= layer <= GPT.layers]
-    work = stage_memory_of(made, 1)
+    memory_job = job("1f1b", 2)
+    blocks = [layer for layer in memory_job.stages[1] if 1 <= layer <= GPT.layers]
+    work = stage_memory_of(memory_job, 1)
     each = total(layer_saved("block", GPT, COMPUTE))
     assert work.saved == len(blocks) * each - work.boundary  # the first input lies in a message's buffer
     assert work.boundary == 4 * 2 * 64 * 64
@@ -162,7 +162,7 @@ def test_the_memory_of_a_stage_adds_up() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_lookup_s_gradient_is_reduced_after_a_split_backward_s_first_half(tied: bool) -> None:
-    made = memory_of(
+    program_memory = memory_of(
         Job(
             shape=replace(GPT, tied=tied),
             layout=Layout(pp=2, dp=2),
@@ -173,7 +173,7 @@ def test_the_lookup_s_gradient_is_reduced_after_a_split_backward_s_first_half(ti
             sequence=64,
         )
     )
-    first, last = made.units(0), made.units(1)
+    first, last = program_memory.units(0), program_memory.units(1)
     lookup = [unit.flying for unit in first.units if unit.parameters[0].name.startswith("embed.")]
     assert sum(first.flying(inputs=True)) == sum(lookup)
     head = next(p for p in ("embed.tok.weight", "head.out.weight") if (p == "head.out.weight") != tied)

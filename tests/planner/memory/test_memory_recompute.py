@@ -27,25 +27,26 @@ def job(name: str = "1f1b", ranks: int = 2, **fields: Any) -> MemoryJob:
     )
 
 
-def extra_flops(made: MemoryJob) -> list[float]:
+def extra_flops(memory_job: MemoryJob) -> list[float]:
     """Forward operations per token that each pipeline rank repeats."""
     costs = {"none": 0.0, "selective": attention_flops(SHAPE, 128), "full": block_flops(SHAPE, 128)}
     return [
-        sum(costs[made.mode(layer)] for layer in made.layers_of(rank)) for rank in range(made.program.ranks)
+        sum(costs[memory_job.mode(layer)] for layer in memory_job.layers_of(rank))
+        for rank in range(memory_job.program.ranks)
     ]
 
 
-def totals(made: MemoryJob) -> list[int]:
-    return [rank.total for rank in rank_memory(made)]
+def totals(memory_job: MemoryJob) -> list[int]:
+    return [rank.total for rank in rank_memory(memory_job)]
 
 
 def test_modes_apply_to_all_blocks_or_the_first_of_each_stage() -> None:
     assert block_modes(job(), "none").modes == ("none",) * 6
     assert block_modes(job(), "selective").modes == ("selective",) * 6
     assert block_modes(job(), "full").modes == ("full",) * 6
-    made = block_modes(job(), "full", blocks=1)
-    firsts = {stage.start or 1 for stage in made.stages}
-    assert [layer for layer, mode in enumerate(made.modes, 1) if mode == "full"] == sorted(firsts)
+    memory_job = block_modes(job(), "full", blocks=1)
+    firsts = {stage.start or 1 for stage in memory_job.stages}
+    assert [layer for layer, mode in enumerate(memory_job.modes, 1) if mode == "full"] == sorted(firsts)
 
 
 def test_enough_memory_recomputes_nothing() -> None:
@@ -55,43 +56,44 @@ def test_enough_memory_recomputes_nothing() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "hanayo", "chimera", "zb-v"])
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_the_chosen_recomputation_fits(name: str, share: float) -> None:
-    made = job(name)
-    most, least = max(totals(made)), max(totals(block_modes(made, "full")))
+    memory_job = job(name)
+    most, least = max(totals(memory_job)), max(totals(block_modes(memory_job, "full")))
     budget = least + share * (most - least)
-    chosen = choose_modes(made, budget)
+    chosen = choose_modes(memory_job, budget)
     assert max(totals(chosen)) <= budget
     assert "none" in chosen.modes or "selective" in chosen.modes
 
 
 def test_each_rank_gets_its_cheapest_choice() -> None:
-    made = job()
+    memory_job = job()
     cost = {"none": 0.0, "selective": attention_flops(SHAPE, 128), "full": block_flops(SHAPE, 128)}
-    blocks = [layer for layer in made.stages[0] if 1 <= layer <= 6]
-    for budget in [int(max(totals(made)) * share) for share in (0.9, 0.75, 0.6, 0.5)]:
-        chosen = choose_modes(made, budget)
+    blocks = [layer for layer in memory_job.stages[0] if 1 <= layer <= 6]
+    for budget in [int(max(totals(memory_job)) * share) for share in (0.9, 0.75, 0.6, 0.5)]:
+        chosen = choose_modes(memory_job, budget)
         fitting = [
             sum(cost[mode] for mode in modes)
             for modes in product(cost, repeat=len(blocks))
             # as blocks are alike, the order of modes that is looked at
             if list(modes) == sorted(modes, key=["full", "selective", "none"].index)
-            and one_rank(replace(made, modes=(*modes, *("none",) * (6 - len(blocks)))), 0).total <= budget
+            and one_rank(replace(memory_job, modes=(*modes, *("none",) * (6 - len(blocks)))), 0).total
+            <= budget
         ]
         assert extra_flops(chosen)[0] == min(fitting)
 
 
 def test_ranks_choose_separately() -> None:
-    made = job(ranks=4)
-    most = totals(made)
-    chosen = choose_modes(made, (most[0] + most[-1]) / 2)
+    memory_job = job(ranks=4)
+    most = totals(memory_job)
+    chosen = choose_modes(memory_job, (most[0] + most[-1]) / 2)
     extra = extra_flops(chosen)
     assert extra[0] > 0
     assert extra[-1] == 0
 
 
 def test_ranks_that_share_stages_choose_alike() -> None:
-    made = job("chimera", ranks=4)
-    chosen = choose_modes(made, max(totals(made)) * 0.8)
-    assert max(totals(chosen)) <= max(totals(made)) * 0.8
+    memory_job = job("chimera", ranks=4)
+    chosen = choose_modes(memory_job, max(totals(memory_job)) * 0.8)
+    assert max(totals(chosen)) <= max(totals(memory_job)) * 0.8
 
 
 def test_the_choice_does_not_depend_on_the_machine() -> None:
@@ -118,10 +120,10 @@ def test_auto_needs_a_budget() -> None:
 
 
 def test_advice_states_the_bytes_saved() -> None:
-    made = block_modes(replace(job(), compute=replace(COMPUTE, tp=2)), "none")
-    saved = {one.setting: one.saved for one in memory_suggestions(made)}
-    now = max(totals(made))
-    assert saved["recompute.mode=full"] == now - max(totals(block_modes(made, "full")))
+    memory_job = block_modes(replace(job(), compute=replace(COMPUTE, tp=2)), "none")
+    saved = {suggestion.setting: suggestion.saved for suggestion in memory_suggestions(memory_job)}
+    now = max(totals(memory_job))
+    assert saved["recompute.mode=full"] == now - max(totals(block_modes(memory_job, "full")))
     assert set(saved) == {
         "layout.sequence_parallel=true",
         "recompute.mode=selective",

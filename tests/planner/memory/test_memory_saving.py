@@ -60,17 +60,17 @@ def test_ranks_that_hold_both_copies_of_the_weights_divide_it() -> None:
     pipeline = ("layout.pp=2", "schedule.name=dualpipe")
     both = ranks(*pipeline)
     expected = 12 * count_parameters(parse(CONFIG).shape()).total
-    assert sum(one.host for one in both) == pytest.approx(expected, rel=2e-3)
+    assert sum(memory.host for memory in both) == pytest.approx(expected, rel=2e-3)
 
 
 def test_where_host_and_device_share_their_memory_it_is_the_device_s() -> None:
     cpu = ("train.device=cpu", "layout.pp=2", "batch.micro_size=2")
     with_copy, without = ranks(*cpu), ranks(*cpu, "checkpoint.async_save=false")
-    for one, other in zip(with_copy, without, strict=True):
-        assert one.saving > 0 == one.host
-        assert (one.total - other.total, one.between_actions - other.between_actions) == (
-            one.saving,
-            one.saving,
+    for memory, other in zip(with_copy, without, strict=True):
+        assert memory.saving > 0 == memory.host
+        assert (memory.total - other.total, memory.between_actions - other.between_actions) == (
+            memory.saving,
+            memory.saving,
         )
     device = find_device("cpu")
     assert fit(with_copy, device).allocated.mid > fit(without, device).allocated.mid
@@ -100,9 +100,9 @@ def _keep_sizes(path: str) -> None:
 
 
 def test_it_is_what_ranks_copy(tmp_path: Path) -> None:
-    words = ("layout.dp=2", "dp.mode=zero3", "train.dtype=bfloat16", "train.steps=2")
-    words += ("checkpoint.async_save=true", "checkpoint.every=1")
-    config: TrainConfig = job(tmp_path, *words, model="{family: llama, layers: 4, hidden: 128, heads: 4}")
+    overrides = ("layout.dp=2", "dp.mode=zero3", "train.dtype=bfloat16", "train.steps=2")
+    overrides += ("checkpoint.async_save=true", "checkpoint.every=1")
+    config: TrainConfig = job(tmp_path, *overrides, model="{family: llama, layers: 4, hidden: 128, heads: 4}")
     train(config, keep_sizes(str(tmp_path / "sizes")))
     copied = dict(json.loads(line) for line in (tmp_path / "sizes").read_text().splitlines())
     assert copied.keys() == {0, 1}

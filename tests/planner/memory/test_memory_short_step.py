@@ -60,18 +60,18 @@ def test_the_short_step_has_the_peak_of_longer_ones(
     long_job = job(schedule, pp, microbatches, layers, mode, **chosen)
     long_job = replace(long_job, recompute=Recompute("full" if every_block else "none"))
     try:
-        whole = rank_memory(memory_of(long_job))
+        full = rank_memory(memory_of(long_job))
     except StrettoError:
         return  # no such program
     every = short_step_memory(long_job, every=True)
-    assert [r.total for r in every] == [r.total for r in whole]
+    assert [r.total for r in every] == [r.total for r in full]
 
 
 def test_the_fullest_rank_is_among_those_examined() -> None:
     for schedule in ("1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-v", "hanayo", "chimera"):
         long_job = job(schedule, 6, 60, 18, "zero1")
-        whole = rank_memory(memory_of(long_job))
-        assert max(r.total for r in short_step_memory(long_job)) == max(r.total for r in whole)
+        full = rank_memory(memory_of(long_job))
+        assert max(r.total for r in short_step_memory(long_job)) == max(r.total for r in full)
 
 
 def test_long_steps_are_shortened() -> None:
@@ -108,9 +108,13 @@ def test_ranks_with_other_kinds_of_blocks_are_not_taken_for_alike() -> None:
 def test_a_rank_holds_no_more_in_a_longer_window(name: str, more: dict[str, Any]) -> None:
     """Whatever the microbatches of a step, an asynchronous pipeline fills over the steps."""
     for pp, microbatches in ((2, 1), (2, 6), (4, 1), (4, 2), (4, 6), (4, 24)):
-        one = job(name, pp, microbatches, 12, "ddp", **more)
-        assert one.window is not None
-        held = rank_memory(memory_of(one))
-        assert [rank.total for rank in held] == [r.total for r in rank_memory(memory_of(one, one.window(24)))]
-        assert [rank.total for rank in held] == [rank.total for rank in short_step_memory(one, every=True)]
-        assert max(rank.versions for rank in held) > 0
+        windowed = job(name, pp, microbatches, 12, "ddp", **more)
+        assert windowed.window is not None
+        windowed_memory = rank_memory(memory_of(windowed))
+        assert [rank.total for rank in windowed_memory] == [
+            r.total for r in rank_memory(memory_of(windowed, windowed.window(24)))
+        ]
+        assert [rank.total for rank in windowed_memory] == [
+            rank.total for rank in short_step_memory(windowed, every=True)
+        ]
+        assert max(rank.versions for rank in windowed_memory) > 0

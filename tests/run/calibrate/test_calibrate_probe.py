@@ -107,15 +107,15 @@ def test_a_probe_that_says_nothing_is_not_kept_and_stops_nothing(
     assert "rough" in line(config)
 
 
-@pytest.mark.parametrize("words", [[], ["--no-probe"]])
+@pytest.mark.parametrize("options", [[], ["--no-probe"]])
 def test_a_training_probes_before_it_prints_its_prediction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stretto: CommandLine, words: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stretto: CommandLine, options: list[str]
 ) -> None:
     probed = list[bool]()
 
-    def run_job(made: JobType[TrainConfig, object], config: TrainConfig, quiet: bool, port: int) -> None:
-        if made.print_start is not job_type(config).print_start:
-            made.print_start(config, None, quiet)
+    def run_job(kind: JobType[TrainConfig, object], config: TrainConfig, quiet: bool, port: int) -> None:
+        if kind.print_start is not job_type(config).print_start:
+            kind.print_start(config, None, quiet)
         raise StrettoError("far enough")
 
     def stop(*_: object, quiet: bool, **__: object) -> None:
@@ -125,8 +125,8 @@ def test_a_training_probes_before_it_prints_its_prediction(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("stretto.run.train.launch.run_job", run_job)
     monkeypatch.setattr(module, "probe", stop)
-    says = stretto.error("train", "quickstart", *words)
-    assert ("probed" in says, probed) == ((False, []) if words else (True, [False]))
+    says = stretto.error("train", "quickstart", *options)
+    assert ("probed" in says, probed) == ((False, []) if options else (True, [False]))
 
 
 def test_a_busy_machine_is_not_probed(

@@ -46,11 +46,11 @@ def measurements(slow: float = 1.0) -> Measured:
 
 def test_a_profile_holds_the_measurements(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
-    made = profile(measurements(), 4)
-    save_cluster(made, path)
+    cluster = profile(measurements(), 4)
+    save_cluster(cluster, path)
     read = find_cluster(path, 4)
     device = read.device
-    assert (read.node, read.nodes, read.computing) == (4, 1, made.computing)
+    assert (read.node, read.nodes, read.computing) == (4, 1, cluster.computing)
     assert matmul_seconds(device, 512, 1024, 256, "fp32") == pytest.approx(2 * 512 * 1024 * 256 / GFLOPS)
     assert pass_seconds(device, "copy", 1e7) == pytest.approx(1e-3)
     assert attention_seconds(
@@ -156,14 +156,14 @@ def test_what_was_not_measured_is_named_and_widens_the_interval() -> None:
     measured = measurements()
     measured.attention, measured.collectives, measured.steps = [], {}, measured.steps[:2]
     measured.missing = {"products": 0.75, "attention": 1.0, "collectives": 1.0, "layers": 0.5}
-    made = profile(measured, 4)
-    assert "no time for 75% of products, attention, collectives, 50% of layers" in made.notes
-    assert made.spread == {"kernels": 0.5, "host": 0.25, "network": 0.5}
-    assert "attention" not in made.device.kernels
-    assert made.device.kernels["layer"] == TYPICAL.layer
+    cluster = profile(measured, 4)
+    assert "no time for 75% of products, attention, collectives, 50% of layers" in cluster.notes
+    assert cluster.spread == {"kernels": 0.5, "host": 0.25, "network": 0.5}
+    assert "attention" not in cluster.device.kernels
+    assert cluster.device.kernels["layer"] == TYPICAL.layer
     measured.missing = {}
     assert profile(measured, 4).spread == {"kernels": 0.25}  # since the host's time is a typical one
-    assert step_of(made).low <= step_of(profile(measurements(), 4)).seconds <= step_of(made).high
+    assert step_of(cluster).low <= step_of(profile(measurements(), 4)).seconds <= step_of(cluster).high
 
 
 class Clock:

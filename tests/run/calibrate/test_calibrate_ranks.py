@@ -75,10 +75,10 @@ def _talked() -> dict[str, list[list[float]]]:
 
 
 def test_ranks_agree_on_the_time_of_a_collective() -> None:
-    one, other = run_ranks(2, _talked)
-    assert one == other
-    assert set(one) == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send"}
-    for rows in one.values():
+    by_kind, other = run_ranks(2, _talked)
+    assert by_kind == other
+    assert set(by_kind) == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send"}
+    for rows in by_kind.values():
         assert [row[:3] for row in rows] == [[2, 2, 4096], [2, 2, 2**20]]
         assert all(0 < row[3] < 1 for row in rows)
 

@@ -27,7 +27,7 @@ def test_commas_separate_values_outside_brackets_and_quotes(text: str, parts: li
 
 def test_the_product_of_all_values_in_order() -> None:
     combined = combinations(["layout.tp=1,2", "train.seed=3", "dp.mode=ddp,zero3"])
-    assert [one.overrides for one in combined] == [
+    assert [combination.overrides for combination in combined] == [
         ["layout.tp=1", "train.seed=3", "dp.mode=ddp"],
         ["layout.tp=1", "train.seed=3", "dp.mode=zero3"],
         ["layout.tp=2", "train.seed=3", "dp.mode=ddp"],
@@ -56,16 +56,16 @@ def test_the_baseline_is_one_combination() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["layout.tp"], "not of the form"),
         (["layout.tp=1,,2"], "has an empty value"),
         (["layout.tp=1", "layout.tp=2"], r"layout\.tp is given twice"),
     ],
 )
-def test_bad_words_are_named(words: list[str], said: str) -> None:
-    with pytest.raises(StrettoError, match=said):
-        combinations(words)
+def test_bad_words_are_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
+        combinations(arguments)
 
 
 def test_names_of_files() -> None:

@@ -100,7 +100,7 @@ def test_results_are_kept_by_what_ran(tmp_path: Path) -> None:
 def compared(
     *results: CombinationResult, kinds: dict[str, str] | None = None, dtype: str = "float32"
 ) -> RunComparison:
-    groups = kinds or {one.fingerprint: "same" for one in results}
+    groups = kinds or {result.fingerprint: "same" for result in results}
     return RunComparison(
         title="t", results=results, baseline="a", kinds={key: (dtype, group) for key, group in groups.items()}
     )
@@ -125,9 +125,9 @@ def test_ranked_against_the_baseline_or_the_first_with_a_time() -> None:
     slow = replace(DONE, name="b", fingerprint="2", repeats=[run(1, 8.0)])
     failed = replace(DONE, name="c", status="failed", error="out of memory")
     comparison = compared(slow, DONE, failed)
-    assert [one.name for one in comparison.ranked] == ["a", "b"]
+    assert [row.name for row in comparison.ranked] == ["a", "b"]
     assert comparison.untimed == [failed]
-    assert [comparison.speedup(one) for one in (DONE, slow)] == [(1.0, None, None), (0.25, None, None)]
+    assert [comparison.speedup(result) for result in (DONE, slow)] == [(1.0, None, None), (0.25, None, None)]
     assert comparison.verdicts == ["one round does not show whether a difference is noise (--repeats 3): b"]
     without = replace(comparison, baseline="c")
     assert without.base is slow

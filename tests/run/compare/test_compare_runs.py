@@ -36,7 +36,7 @@ def test_an_interrupt_keeps_what_is_done_and_the_next_time_goes_on(
     ran = list[str]()
     begin = {"interrupted": "b2", "failing": "c1"}
 
-    def one(_: Runner, run: PendingRun, result: CombinationResult, number: int) -> CombinationResult:
+    def run_once(_: Runner, run: PendingRun, result: CombinationResult, number: int) -> CombinationResult:
         ran.append(f"{run.pending.name}{number}")
         if ran[-1] == begin["interrupted"]:
             raise KeyboardInterrupt
@@ -46,15 +46,15 @@ def test_an_interrupt_keeps_what_is_done_and_the_next_time_goes_on(
         done = [*result.repeats, Repeat(round=number, others=0.5, **times)]
         return replace(result, status="done", repeats=done)
 
-    monkeypatch.setattr(Runner, "_run", one)
+    monkeypatch.setattr(Runner, "_run", run_once)
     monkeypatch.setattr(runs, "busy_text", lambda: "this machine is busy: 3 runnable processes on 2 cores")
-    three, said = [run(name) for name in "abc"], list[str]()
-    results, stopped = settings(tmp_path).run_all(three, said.append)
+    three, messages = [run(name) for name in "abc"], list[str]()
+    results, stopped = settings(tmp_path).run_all(three, messages.append)
     assert stopped
     assert ran == ["a1", "b1", "c1", "b2"]
     assert [each.status for each in results] == ["done", "done", "failed"]
     busy = "; warning: other processes used 50% of the cores"
-    assert said[:4] == [
+    assert messages[:4] == [
         "warning: this machine is busy: 3 runnable processes on 2 cores",
         "round 1/2, 1/3 a: 1 steps",
         f"round 1/2, 1/3 a: 1 s a step, 2 tokens/s{busy}",
@@ -62,17 +62,17 @@ def test_an_interrupt_keeps_what_is_done_and_the_next_time_goes_on(
     ]
     begin.clear()
     begin |= {"interrupted": "", "failing": ""}
-    results, stopped = settings(tmp_path).run_all(three, said.append)
+    results, stopped = settings(tmp_path).run_all(three, messages.append)
     assert not stopped
     assert [each.status for each in results] == ["done"] * 3
     assert ran[4:] == ["c1", "c2", "b2", "a2"]
-    assert "1/3 a: 1 round done before" in said
-    settings(tmp_path, repeats=3).run_all(three, said.append)
+    assert "1/3 a: 1 round done before" in messages
+    settings(tmp_path, repeats=3).run_all(three, messages.append)
     assert ran[8:] == ["a3", "b3", "c3"]
-    settings(tmp_path, again=True, repeats=1).run_all(three, said.append)
+    settings(tmp_path, again=True, repeats=1).run_all(three, messages.append)
     assert ran[11:] == ["a1", "b1", "c1"]
     begin["interrupted"] = "b1"
-    results, _ = settings(tmp_path / "new").run_all(three, said.append)
+    results, _ = settings(tmp_path / "new").run_all(three, messages.append)
     assert [each.status for each in results] == ["done", "stopped", "stopped"]
 
 
@@ -124,8 +124,8 @@ def test_the_error_of_a_failed_run_is_its_last(tmp_path: Path) -> None:
 def test_the_reason_why_traffic_is_not_measured_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(words: Sequence[str], log: Path) -> tuple[int, None]:
-        assert words == ["memory", "job.yaml", "a.b=1", "--measure"]
+    def fail(arguments: Sequence[str], log: Path) -> tuple[int, None]:
+        assert arguments == ["memory", "job.yaml", "a.b=1", "--measure"]
         log.write_text("error: no room\n")
         return 1, None
 

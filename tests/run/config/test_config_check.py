@@ -298,13 +298,13 @@ def test_a_searched_schedule_uses_the_costs_of_the_stages() -> None:
     assert sum(f for f, _, _ in times) == pytest.approx(sum(per_layer) / per_layer[1])
     for f, i, w in times:
         assert i + w == pytest.approx(2 * f)
-    one = schedule("auto", 2, config.microbatches, costs=Costs(per_stage=times), effort=0)
+    searched = schedule("auto", 2, config.microbatches, costs=Costs(per_stage=times), effort=0)
     program, costs = job_of(config).program(), Costs(per_stage=stage_times(of, 2))
     if program.depth == 2:
-        assert program.orders == one.orders
+        assert program.orders == searched.orders
     else:
         costs = Costs(per_stage=stage_times(of, program.depth))
-    assert simulate(program, costs).makespan <= simulate(one, Costs(per_stage=times)).makespan
+    assert simulate(program, costs).makespan <= simulate(searched, Costs(per_stage=times)).makespan
 
 
 def test_all_problems_are_listed() -> None:

@@ -20,7 +20,7 @@ from tiny_job import LLAMA, job
 
 
 @pytest.mark.parametrize(
-    ("words", "rule", "fix"),
+    ("overrides", "rule", "fix"),
     [
         (("train.device=cpu",), "this torch has no graphs for device cpu", "train.device=auto"),
         (
@@ -36,12 +36,12 @@ from tiny_job import LLAMA, job
         ),
     ],
 )
-def test_what_graphs_do_not_go_with(tmp_path: Path, words: tuple[str, ...], rule: str, fix: str) -> None:
+def test_what_graphs_do_not_go_with(tmp_path: Path, overrides: tuple[str, ...], rule: str, fix: str) -> None:
     with pytest.raises(StrettoError, match=rf"train\.graphs is microbatch: {rule}") as found:
-        check(job(tmp_path, "train.graphs=microbatch", *words, model=LLAMA))
+        check(job(tmp_path, "train.graphs=microbatch", *overrides, model=LLAMA))
     assert str(found.value.hint).startswith("train.graphs=off, or ")
     assert fix in str(found.value.hint)
-    check(job(tmp_path, *words, model=LLAMA))
+    check(job(tmp_path, *overrides, model=LLAMA))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="auto is no CPU here")

@@ -75,6 +75,6 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_refused(tmp_path: Path) -> 
     check_vocabulary(config.data, config.model.vocab, config.corruption)
     tokens = Path(open_tokens(job(tmp_path)).name)
     for source in (f"data.source={tokens}", f"data.tokenizer={tokens / 'tokenizer.json'}"):
-        for vocab, said in ((400, "so 100 rows"), (200, "and each needs a row")):
-            with pytest.raises(StrettoError, match=rf"model\.vocab is {vocab}: .* 300 entries, {said}"):
+        for vocab, message in ((400, "so 100 rows"), (200, "and each needs a row")):
+            with pytest.raises(StrettoError, match=rf"model\.vocab is {vocab}: .* 300 entries, {message}"):
                 run_job(LANGUAGE, job(tmp_path, source, f"model.vocab={vocab}", "data.vocab=257"))

@@ -169,8 +169,8 @@ def test_a_preset_from_the_command_line_is_not_changed_by_the_file() -> None:
     assert error.hint is not None
     assert error.hint.startswith("'model={preset: gpt2}' takes the preset alone")
     assert parse(MODEL, overrides=["model={preset: gpt2}"]).shape().layers == 12
-    beside = parse("model: {preset: gpt2, dropout: 0.0}", overrides=["model.preset=gpt2-medium"])
-    assert beside.shape().layers == 24
+    config = parse("model: {preset: gpt2, dropout: 0.0}", overrides=["model.preset=gpt2-medium"])
+    assert config.shape().layers == 24
     changed = "model: {preset: gpt2, attention: {window: 8}}"
     assert "sets model.attention.window," in fails(changed, "model.preset=gpt2-medium").message
     both = ["model.preset=gpt2-medium", "model.attention.window=4"]  # the command line says both

@@ -132,11 +132,11 @@ def _race(folder: Path, log: Path, seed: int) -> None:
 def test_processes_share_a_cache(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     both = [context.Process(target=_race, args=(tmp_path / "c", tmp_path / "log", i)) for i in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join(60)
-    assert [one.exitcode for one in both] == [0, 0]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
     assert on_disk(tmp_path / "c") <= 12 * (SIZE + 4)
 
 

@@ -105,18 +105,22 @@ def test_each_turn_is_trained_on_once_as_the_model_would_write_it(
     answer = marked(name, messages)
     assert isinstance(answer, list), answer
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    written = [(one.text[:a], one.text[a:b], i) for i, one in enumerate(answer) for a, b in one.spans]
+    written = [
+        (rendered.text[:a], rendered.text[a:b], i)
+        for i, rendered in enumerate(answer)
+        for a, b in rendered.spans
+    ]
     assert (len(answer), len(written)) == (samples, len(turns))
-    for turn, (before, said, _) in zip(turns, written, strict=True):
+    for turn, (before, trained, _) in zip(turns, written, strict=True):
         start = before.removesuffix("<think>\n")  # which some templates ask with
         assert start.endswith(opening)
-        assert said.endswith(end)
-        assert said.count(end) == 1
+        assert trained.endswith(end)
+        assert trained.count(end) == 1
         for piece in messages[turn]["content"].replace("</think>", "<think>").split("<think>"):
-            assert piece.strip() in said
+            assert piece.strip() in trained
         assert rendered_by_transformers(name, messages[: turn + 1])[0] in (
-            before + said,
-            before + said.removesuffix(end),  # which it writes only once another turn follows
+            before + trained,
+            before + trained.removesuffix(end),  # which it writes only once another turn follows
         )
         prompt = rendered_by_transformers(name, messages[:turn], prompt=True)[0]
         assert prompt.startswith(start.removesuffix("<think>"))
@@ -133,11 +137,11 @@ def test_masks_equal_those_of_transformers_on_the_marked_template(name: str):
     assert answer == [Rendered(text, tuple(spans))]
     plain = marked(f"{TRL}{name}", messages)
     assert isinstance(plain, list)
-    ours = [one.text[a:b].strip() for one in plain for a, b in one.spans]
-    theirs = [text[a:b].strip() for a, b in spans if text[a:b] != "<eos>"]
+    trained_texts = [rendered.text[a:b].strip() for rendered in plain for a, b in rendered.spans]
+    expected_texts = [text[a:b].strip() for a, b in spans if text[a:b] != "<eos>"]
     openings = ("<｜Assistant｜>", "<think>")  # trl trains on them, too
-    for said, expected in zip(ours, theirs, strict=True):
-        assert said.removesuffix("<eos>").strip() in (expected, *map(expected.removeprefix, openings))
+    for trained, expected in zip(trained_texts, expected_texts, strict=True):
+        assert trained.removesuffix("<eos>").strip() in (expected, *map(expected.removeprefix, openings))
 
 
 @pytest.mark.parametrize(
@@ -180,11 +184,11 @@ def test_tool_calls_and_thoughts_of_one_answer_stay_together():
     ]
     answer = marked(LLAMA_CPP + "Qwen-Qwen3-0.6B", messages)
     assert isinstance(answer, list)
-    said = [[one.text[a:b] for a, b in one.spans] for one in answer]
+    trained_texts = [[rendered.text[a:b] for a, b in rendered.spans] for rendered in answer]
     called = (
         '<think>\nadd them\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     )
-    assert said == [
+    assert trained_texts == [
         [f"{called}<|im_end|>\n", "<think>\nso it is\n</think>\n\ntwo<|im_end|>\n"],
         ["<think>\nenough\n</think>\n\ndone<|im_end|>\n"],
     ]

@@ -26,7 +26,9 @@ from stretto.run.data.tokenizer import Tokenizer
 SPECIAL = ("<bos>", "<eos>", "<turn>", "<pad>", "<|endoftext|>")
 
 
-def words(*special: str, before: str | None = None, after: str | None = None) -> tokenizers.Tokenizer:
+def word_tokenizer(
+    *special: str, before: str | None = None, after: str | None = None
+) -> tokenizers.Tokenizer:
     """A tokenizer of words with these special tokens from id 4, and perhaps a template with two of them."""
     inner = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -66,7 +68,7 @@ TURNS = {"eos_token": "<turn>", "chat_template": "{{ m }}<turn>"}
     ],
 )
 def test_the_end_of_text_is_what_the_files_name(tmp_path: Path, files: dict[str, object], end: str) -> None:
-    loaded = Tokenizer.load(model(tmp_path, words(*SPECIAL[:3]), **files))
+    loaded = Tokenizer.load(model(tmp_path, word_tokenizer(*SPECIAL[:3]), **files))
     assert loaded.text_of(loaded.endoftext) == end
 
 
@@ -88,7 +90,7 @@ def test_the_end_of_text_is_what_the_files_name(tmp_path: Path, files: dict[str,
 def test_what_they_do_not_name_is_asked_for(
     tmp_path: Path, special: tuple[str, ...], files: dict[str, object], error: str
 ) -> None:
-    folder = model(tmp_path / "model", words(*special), **files)
+    folder = model(tmp_path / "model", word_tokenizer(*special), **files)
     with pytest.raises(StrettoError, match=error):
         _ = Tokenizer.load(folder).endoftext
     text = tmp_path / "text.txt"
@@ -103,7 +105,7 @@ def test_what_they_do_not_name_is_asked_for(
 
 
 def test_conversations_end_with_their_turns(tmp_path: Path) -> None:
-    folder = model(tmp_path, words(*SPECIAL[:3]), tokenizer_config=TURNS)
+    folder = model(tmp_path, word_tokenizer(*SPECIAL[:3]), tokenizer_config=TURNS)
     assert Tokenizer.load(folder, chat=True).endoftext == 6
 
 
@@ -125,14 +127,16 @@ def test_conversations_end_with_their_turns(tmp_path: Path) -> None:
 def test_the_begin_of_text(
     tmp_path: Path, around: dict[str, str], config: dict[str, object], begin: str | None
 ) -> None:
-    folder = model(tmp_path, words(*SPECIAL[:3], **around), tokenizer_config={"eos_token": "<eos>", **config})
+    folder = model(
+        tmp_path, word_tokenizer(*SPECIAL[:3], **around), tokenizer_config={"eos_token": "<eos>", **config}
+    )
     loaded = Tokenizer.load(folder)
     assert [loaded.text_of(token) for token in loaded.begin] == ([] if begin is None else [begin])
 
 
 def test_a_begin_of_text_that_is_denied_or_several_is_asked_for(tmp_path: Path) -> None:
     config: dict[str, Any] = {"eos_token": "<eos>", "add_bos_token": False}
-    folder = model(tmp_path, words(*SPECIAL[:4], before="<bos>"), tokenizer_config=config)
+    folder = model(tmp_path, word_tokenizer(*SPECIAL[:4], before="<bos>"), tokenizer_config=config)
     with pytest.raises(StrettoError, match=r"no begin-of-text .* in question: <bos> \(4\)") as caught:
         _ = Tokenizer.load(folder).begin
     assert "or as an empty text" in str(caught.value.hint)
@@ -145,7 +149,7 @@ def test_no_other_token_than_the_files_name_ends_a_text(
     ids: list[int], named: str | None, turns: bool
 ) -> None:
     """Whatever they name: the end is one of these, and the only one but for the turn; else it is an error."""
-    inner = words(*SPECIAL[:3])
+    inner = word_tokenizer(*SPECIAL[:3])
     config = {} if named is None else {"eos_token": named}
     files = ModelFiles(config, {"eos_token_id": ids}, "<turn>" if turns else "")
     mentioned = {*ids, *(() if named is None else [inner.token_to_id(named)])}
@@ -168,7 +172,7 @@ def test_no_other_token_than_the_files_name_ends_a_text(
     ],
 )
 def test_a_token_that_is_not_there(tmp_path: Path, token: str | int, error: str) -> None:
-    folder = model(tmp_path, words(*SPECIAL))
+    folder = model(tmp_path, word_tokenizer(*SPECIAL))
     with pytest.raises(StrettoError, match=error) as caught:
         _ = Tokenizer.load(folder, end=token).endoftext
     assert "<eos>" in str(caught.value.hint)
@@ -177,7 +181,9 @@ def test_a_token_that_is_not_there(tmp_path: Path, token: str | int, error: str)
 def test_documents_begin_and_end_and_folders_keep_both(tmp_path: Path) -> None:
     """In a token folder and a Megatron dataset, of which the tokenizer is read again."""
     folder = model(
-        tmp_path / "model", words(*SPECIAL[:3], before="<bos>"), tokenizer_config={"eos_token": "<eos>"}
+        tmp_path / "model",
+        word_tokenizer(*SPECIAL[:3], before="<bos>"),
+        tokenizer_config={"eos_token": "<eos>"},
     )
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "a b"}\n{"text": "b"}\n')
@@ -223,12 +229,14 @@ def test_a_long_document_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_mixture_tokenises_its_text_as_its_tokens_are(tmp_path: Path) -> None:
-    folder = model(tmp_path / "model", words(*SPECIAL[:3]))
+    folder = model(tmp_path / "model", word_tokenizer(*SPECIAL[:3]))
     (tmp_path / "text.txt").write_text("a b")
     build(tmp_path / "text.txt", tmp_path / "tokens", tokenizer=folder, end_of_text=6, begin_of_text=4)
     weights = {str(tmp_path / "tokens"): 1.0, str(tmp_path / "text.txt"): 1.0}
     mixed = open_source(DataConfig(source=weights, cache=str(tmp_path / "cache")))
-    assert [one.tokens[0 : one.size].tolist() for one in mixed.streams.values()] == [[4, 1, 2, 6]] * 2
+    assert [stream.tokens[0 : stream.size].tolist() for stream in mixed.streams.values()] == [
+        [4, 1, 2, 6]
+    ] * 2
     assert (mixed.endoftext, mixed.begin_of_text) == (6, 4)
 
 

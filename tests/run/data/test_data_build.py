@@ -117,20 +117,20 @@ def test_the_same_files_elsewhere_give_the_same_tokens(source: Path, tmp_path: P
     other.mkdir()
     for path in sorted(source.iterdir(), reverse=True):
         (other / path.name).write_bytes(path.read_bytes())
-    one, two = build(source, vocab=300), build(other, vocab=300)
-    assert one.path != two.path
-    assert one.tokens[:].tolist() == two.tokens[:].tolist()
-    assert one.index.tokenizer == two.index.tokenizer
+    first, two = build(source, vocab=300), build(other, vocab=300)
+    assert first.path != two.path
+    assert first.tokens[:].tolist() == two.tokens[:].tolist()
+    assert first.index.tokenizer == two.index.tokenizer
 
 
 def test_batch_and_piece_sizes_do_not_show(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    whole = build(source, tmp_path / "a", vocab=300)
+    full = build(source, tmp_path / "a", vocab=300)
     monkeypatch.setattr("stretto.run.data.tokenizer._BATCH_CHARACTERS", 1000)
     monkeypatch.setattr("stretto.run.data.readers.PIECE", 800)
     monkeypatch.setattr(indexed, "_BUFFERED", 2)
     parts = build(source, tmp_path / "b", vocab=300, tokenizer=tmp_path / "a")
-    assert parts.tokens[:].tolist() == whole.tokens[:].tolist()
-    assert parts.offsets[:].tolist() == whole.offsets[:].tolist()
+    assert parts.tokens[:].tolist() == full.tokens[:].tolist()
+    assert parts.offsets[:].tolist() == full.offsets[:].tolist()
 
 
 def test_a_configured_tokenizer_is_used(source: Path, tmp_path: Path):

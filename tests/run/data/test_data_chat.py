@@ -49,7 +49,9 @@ def documents(folder: TokenFolder) -> list[tuple[list[int], list[int]]]:
     return [(folder.tokens[a:b].tolist(), folder.mask[a:b].tolist()) for a, b in pairwise(ends)]
 
 
-def theirs(tokenizer: Path, messages: list[dict[str, Any]], **more: Any) -> tuple[list[int], list[int]]:
+def transformers_tokens(
+    tokenizer: Path, messages: list[dict[str, Any]], **more: Any
+) -> tuple[list[int], list[int]]:
     from transformers import PreTrainedTokenizerFast
 
     loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
@@ -60,9 +62,9 @@ def theirs(tokenizer: Path, messages: list[dict[str, Any]], **more: Any) -> tupl
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_tokens_and_masks_equal_transformers(tmp_path: Path, style: str):
     place = tokenizer_folder(tmp_path / style, style)
-    folder = built(tmp_path, [{"messages": one} for one in CHATS.values()], place)
+    folder = built(tmp_path, [{"messages": chat} for chat in CHATS.values()], place)
     folder.verify()
-    assert documents(folder) == [theirs(place, one) for one in CHATS.values()]
+    assert documents(folder) == [transformers_tokens(place, chat) for chat in CHATS.values()]
     specials = {folder.tokenizer()._inner.token_to_id(token) for token in SPECIAL[style]}
     assert specials & set(documents(folder)[0][0])
 
@@ -78,7 +80,7 @@ def test_tools_system_and_arguments_equal_transformers(tmp_path: Path):
         assistant("2"),
     ]
     folder = built(tmp_path, [{"messages": messages, "tools": TOOLS, "id": 7}], place)
-    assert documents(folder) == [theirs(place, messages, tools=TOOLS)]
+    assert documents(folder) == [transformers_tokens(place, messages, tools=TOOLS)]
 
 
 @pytest.mark.parametrize("style", ["llama3", "mistral", "gemma", "chatml"])
@@ -87,22 +89,22 @@ def test_prefixes_tell_what_the_blocks_of_a_template_tell(tmp_path: Path, style:
     plain = tokenizer_folder(tmp_path / "plain", style, unmarked(TEMPLATES[style]))
     assert "generation" in ChatTemplate.load(marked).source
     assert "generation %}" not in ChatTemplate.load(plain).source
-    rows = [{"messages": one} for one in CHATS.values()]
-    for one, other in zip(
+    rows = [{"messages": chat} for chat in CHATS.values()]
+    for of_marked, other in zip(
         documents(built(tmp_path, rows, marked)), documents(built(tmp_path, rows, plain)), strict=True
     ):
-        assert one[0] == other[0]
+        assert of_marked[0] == other[0]
         if style != "chatml":  # its block leaves the line end after a message out, and starts at one
-            assert one[1] == other[1]
+            assert of_marked[1] == other[1]
 
 
 def test_what_is_trained_is_what_the_assistant_says(tmp_path: Path):
     place = tokenizer_folder(tmp_path / "t", "gemma", unmarked(TEMPLATES["gemma"]))
     folder = built(tmp_path, [{"messages": chat(2)}], place)
     ((ids, mask),) = documents(folder)
-    said = folder.tokenizer().decode([i for i, on in zip(ids, mask, strict=True) if on], special=True)
+    trained_text = folder.tokenizer().decode([i for i, on in zip(ids, mask, strict=True) if on], special=True)
     answers = [message["content"] for message in chat(2) if message["role"] == "assistant"]
-    assert said == "".join(f"{answer}<end_of_turn>\n" for answer in answers)
+    assert trained_text == "".join(f"{answer}<end_of_turn>\n" for answer in answers)
     ((_, every),) = documents(built(tmp_path, [{"messages": chat(1)}], place, chat="all"))
     assert all(every)
 
@@ -113,8 +115,10 @@ def test_weights_leave_messages_out(tmp_path: Path):
         place = tokenizer_folder(tmp_path / "t", "llama3", template)
         folder = built(tmp_path, [{"messages": messages}], place)
         ((ids, mask),) = documents(folder)
-        said = folder.tokenizer().decode([i for i, on in zip(ids, mask, strict=True) if on], special=True)
-        assert said == "second<|eot_id|>"
+        trained_text = folder.tokenizer().decode(
+            [i for i, on in zip(ids, mask, strict=True) if on], special=True
+        )
+        assert trained_text == "second<|eot_id|>"
 
 
 def test_prompts_and_completions(tmp_path: Path):
@@ -185,7 +189,7 @@ def test_turns_that_a_template_renders_otherwise_later_are_samples_of_their_own(
         for ids, mask in documents(folder)
     ]
     answers = [f"<think></think>{chat(2)[i]['content']}<|im_end|>" for i in (1, 3)]
-    assert [said for _, said in texts] == [answers[0], answers[1], answers[0]]
+    assert [trained_text for _, trained_text in texts] == [answers[0], answers[1], answers[0]]
     assert texts[0] == texts[2]
     assert texts[1][0].count("<think>") == 1
     built(tmp_path, [{"messages": chat(2)}], place, chat="all")
@@ -318,7 +322,7 @@ def test_splits_share_no_conversation(chats: TokenFolder):
         for name in ("train", "valid", "test")
     ]
     assert sum(map(len, splits)) == 60
-    assert all(len(one) > 3 for one in splits)
+    assert all(len(split) > 3 for split in splits)
 
 
 def test_packed_conversations_fill_windows(chats: TokenFolder):
@@ -338,10 +342,10 @@ def test_packed_conversations_fill_windows(chats: TokenFolder):
 def test_an_evaluation_reads_each_target_once(chats: TokenFolder, packing: Packing):
     data = DataConfig(packing=packing, sequence=400, split="1,1,1")
     splits = [samples_of(chats, data, name, once=True) for name in ("train", "valid", "test", "all")]
-    counts = [int((one.batch(range(len(one) + 3)).targets != IGNORED).sum()) for one in splits]
+    counts = [int((split.batch(range(len(split) + 3)).targets != IGNORED).sum()) for split in splits]
     assert chats.mask is not None
     assert counts[3] == sum(counts[:3]) == int(chats.mask.sum())
-    assert all(one.targets(3) is None for one in splits)
+    assert all(split.targets(3) is None for split in splits)
 
 
 def test_text_can_be_one_document_a_sample_too(tmp_path: Path):

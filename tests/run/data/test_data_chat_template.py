@@ -83,8 +83,8 @@ def test_bombs_end_in_one_error_within_seconds_and_little_memory(
             return None if len(str(error)) < 1000 else str(error)
 
     with ThreadPoolExecutor(3) as threads:
-        came = dict(zip(names, threads.map(outcome, map(BOMBS.__getitem__, names)), strict=True))
-    assert {name: text for name, text in came.items() if text is not None} == {}
+        outcomes = dict(zip(names, threads.map(outcome, map(BOMBS.__getitem__, names)), strict=True))
+    assert {name: text for name, text in outcomes.items() if text is not None} == {}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 
@@ -133,7 +133,14 @@ def test_a_conversation_that_kills_its_process_costs_no_other(monkeypatch: pytes
     template = ChatTemplate(source="{{ 'a' * (messages[0].content | int) }}")
     counts = [3, 5, 1 << 40, 7, 1 << 40, 2]
     answers = list(template.answers([template_request([{"content": str(n)}]) for n in counts]))
-    assert [len(one[0].text) if isinstance(one, list) else -1 for one in answers] == [3, 5, -1, 7, -1, 2]
+    assert [len(answer[0].text) if isinstance(answer, list) else -1 for answer in answers] == [
+        3,
+        5,
+        -1,
+        7,
+        -1,
+        2,
+    ]
 
 
 def test_a_process_that_stops_or_dies_is_replaced(monkeypatch: pytest.MonkeyPatch):
@@ -230,8 +237,8 @@ def test_where_templates_come_from(tmp_path: Path):
     assert ChatTemplate.load(place, "rag").render([], tools=[{}]).text == "r"
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "tokenizer_config.json").write_bytes(template.config_bytes())
-    kept = ChatTemplate.load(tmp_path / "kept")
-    assert (kept.render([]).text, kept.render([], tools=[{}]).text) == ("d", "t")
+    loaded = ChatTemplate.load(tmp_path / "kept")
+    assert (loaded.render([]).text, loaded.render([], tools=[{}]).text) == ("d", "t")
     with pytest.raises(StrettoError, match="did you mean rag"):
         ChatTemplate.load(place, "rga")
     (place / "bad.jinja").write_text("{% for x in y %}")

@@ -119,9 +119,9 @@ def test_a_long_line_is_cut(monkeypatch: pytest.MonkeyPatch):
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 2) + [True, True]
     assert all(900 <= len(piece.text) <= 1000 for piece in pieces[:-2])
     # without a place to cut there is none
-    for whole in ("a" * 5000, "a" * 2500 + " " + "a" * 2500):
-        pieces = list(cut_pieces([TextPiece("a", whole, ends=True)], lambda: cuts))
-        assert [len(piece.text) for piece in pieces] == ([2500, 2501] if " " in whole else [5000])
+    for long_text in ("a" * 5000, "a" * 2500 + " " + "a" * 2500):
+        pieces = list(cut_pieces([TextPiece("a", long_text, ends=True)], lambda: cuts))
+        assert [len(piece.text) for piece in pieces] == ([2500, 2501] if " " in long_text else [5000])
 
 
 @given(TEXTS, st.integers(4, 30), st.integers(1, 8))
@@ -171,7 +171,7 @@ def expressions(draw: st.DrawFn) -> str:
 @example(expression=_BYTE_LEVEL_WORDS, texts=["a's  b\n\n c", "it's 12"])
 @settings(max_examples=300, deadline=None)
 def test_words_of_parts_are_those_of_the_whole(expression: str, texts: list[str]):
-    words = WordPattern(expression)
+    pattern = WordPattern(expression)
     split = pre_tokenizers.Split(Regex(expression), "isolated")
 
     def of(text: str) -> list[str]:
@@ -180,7 +180,7 @@ def test_words_of_parts_are_those_of_the_whole(expression: str, texts: list[str]
     for text in texts:
         for at in range(1, len(text)):
             before, after = text[at - 1 : at + 1]
-            if not words.joins(before, after) and (words.takes(before) or words.takes(after)):
+            if not pattern.joins(before, after) and (pattern.takes(before) or pattern.takes(after)):
                 assert of(text[:at]) + of(text[at:]) == of(text), (text, at)
 
 
@@ -200,8 +200,8 @@ def test_what_is_not_known_is_not_cut():
         inner.normalizer = normalizer
         assert ExactCuts.of(inner) is None
     inner.normalizer = normalizers.NFC()
-    for words in (pre_tokenizers.Whitespace(), pre_tokenizers.Split(" ", "merged_with_previous")):
-        inner.pre_tokenizer = words
+    for splitter in (pre_tokenizers.Whitespace(), pre_tokenizers.Split(" ", "merged_with_previous")):
+        inner.pre_tokenizer = splitter
         assert ExactCuts.of(inner) is None
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     cuts = ExactCuts.of(inner)

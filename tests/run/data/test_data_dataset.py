@@ -124,9 +124,9 @@ def test_a_split_without_a_token_to_predict(folder: TokenFolder) -> None:
 
 def test_samples_are_shuffled_within_windows(tmp_path: Path) -> None:
     source = make(tmp_path, [list(range(1, 200))] * 40)
-    whole = WindowSamples(source, "train", 2, seed=3)
+    unlimited = WindowSamples(source, "train", 2, seed=3)
     near = WindowSamples(source, "train", 2, seed=3, within=1 << 10)
-    assert (whole.block, near.block) == (0, 8)
+    assert (unlimited.block, near.block) == (0, 8)
     for epoch in range(2):
         order = near.positions(range(epoch * len(near), (epoch + 1) * len(near)))
         assert sorted(order.tolist()) == list(range(len(near)))
@@ -134,5 +134,5 @@ def test_samples_are_shuffled_within_windows(tmp_path: Path) -> None:
         assert len({*(first // 8).tolist()}) == 64, "64 runs of 8 samples, wherever they lie"
     assert near.positions([5]).tolist() == [int(near.positions(range(10))[5])]
     assert WindowSamples(source, "train", 2, seed=3).positions(range(9)).tolist() == [
-        int(p) for p in Permutation(len(whole), 3)(range(9))
+        int(p) for p in Permutation(len(unlimited), 3)(range(9))
     ], "without a window the order is what it was"

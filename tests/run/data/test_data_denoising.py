@@ -74,7 +74,7 @@ def test_the_example_of_the_papers() -> None:
     ids = np.arange(len(text))[None]
     names = [*text, "<X>", "<Y>", "<mask>"]
 
-    def said(corruption: Corruption, marks: list[str]) -> list[str]:
+    def example(corruption: Corruption, marks: list[str]) -> list[str]:
         parts = corrupt(
             corruption,
             ids,
@@ -84,11 +84,11 @@ def test_the_example_of_the_papers() -> None:
         )
         return [" ".join(names[id_] for id_ in part[0]) for part in parts]
 
-    assert said("span-corruption", ["<X>", "<Y>"]) == [
+    assert example("span-corruption", ["<X>", "<Y>"]) == [
         "Thank you <X> me to your party <Y> week",
         "<X> for inviting <Y> last",
     ]
-    assert said("infilling", ["<mask>"] * 2) == [
+    assert example("infilling", ["<mask>"] * 2) == [
         "Thank you <mask> me to your party <mask> week",
         " ".join(text),
     ]
@@ -142,13 +142,15 @@ def test_every_token_is_in_the_input_or_in_the_targets(
         assert last == end == END
         assert batch.targets[row, lengths.targets :].eq(IGNORED).all()
         assert batch.decoder[row, : lengths.targets].tolist() == [START, *targets]
-        kept, spans = between(inputs, samples.sentinels.spans), between(targets, samples.sentinels.spans)
-        assert not kept.pop()  # a window ends with a span
+        visible, spans = between(inputs, samples.sentinels.spans), between(targets, samples.sentinels.spans)
+        assert not visible.pop()  # a window ends with a span
         assert not spans.pop(0)  # targets begin with a sentinel
-        assert all(kept)
+        assert all(visible)
         assert all(spans)
         assert sum(map(len, spans)) == lengths.noise
-        assert [token for pair in zip(kept, spans, strict=True) for part in pair for token in part] == window
+        assert [
+            token for pair in zip(visible, spans, strict=True) for part in pair for token in part
+        ] == window
 
 
 @given(*SIZES)
@@ -167,9 +169,9 @@ def test_infilling_leaves_a_mask_for_each_span(
     mask = samples.sentinels.spans[0]
     assert (len(inputs) + 1, last) == (sequence, END)
     assert inputs.count(mask) == lengths.spans
-    kept = [token for token in inputs if token != mask]
-    assert kept == sorted(set(kept) & set(window))
-    assert len(kept) == lengths.window - lengths.noise
+    visible = [token for token in inputs if token != mask]
+    assert visible == sorted(set(visible) & set(window))
+    assert len(visible) == lengths.window - lengths.noise
     assert all(a != mask or b != mask for a, b in pairwise(inputs)), "spans do not touch"
 
 
@@ -236,15 +238,15 @@ def test_windows_of_a_split_are_denoised(folder: TokenFolder) -> None:
     """
     lengths = denoising("span-corruption", 20, 0.2, 2.0)
     marks = sentinel_ids(folder, DataConfig(), lengths, rows=1100)
-    made: dict[str, Any] = {"lengths": lengths, "sentinels": marks, "targets": lengths.targets}
+    options: dict[str, Any] = {"lengths": lengths, "sentinels": marks, "targets": lengths.targets}
     windows = WindowSamples(folder, "train", lengths.window, 3, ratio="1,0,0")
-    samples = DenoisedSamples(windows, **made, seed=3)
+    samples = DenoisedSamples(windows, **options, seed=3)
     epoch = samples.batch(range(len(windows)))
     again = samples.batch(range(len(windows), 2 * len(windows)))
     text = sorted(folder.tokens[: len(windows) * lengths.window].tolist())
     assert sorted(tokens(epoch, marks)) == sorted(tokens(again, marks)) == text
     assert not torch.equal(epoch.inputs.sort(0)[0], again.inputs.sort(0)[0])
-    split = DenoisedSamples(WindowSamples(folder, "all", lengths.window, once=True), **made)
+    split = DenoisedSamples(WindowSamples(folder, "all", lengths.window, once=True), **options)
     assert len(split) == folder.size // lengths.window
     read = split.batch(range(len(split) + 2))
     assert read.targets[len(split) :].eq(IGNORED).all()

@@ -23,7 +23,7 @@ from stretto.run.data.token_folder import Index, TokenFolder, TokenWriter, _crc3
 from stretto.run.data.tokenizer import END_OF_TEXT, Tokenizer
 
 
-def words(vocab: int) -> Tokenizer:
+def word_tokenizer(vocab: int) -> Tokenizer:
     """A tokenizer of `vocab` ids; the end of text is id 0."""
     table = {END_OF_TEXT: 0, **{f"w{i}": i for i in range(1, vocab)}}
     return Tokenizer(tokenizers.Tokenizer(models.WordLevel(table, unk_token="w1")), Boundaries(0))
@@ -32,7 +32,7 @@ def words(vocab: int) -> Tokenizer:
 def make(
     path: Path, documents: list[list[int]], vocab: int = 1000, chunk: int = 64, key: str = ""
 ) -> TokenFolder:
-    with TokenWriter(path, words(vocab), key=key, source=["s"], chunk=chunk) as writer:
+    with TokenWriter(path, word_tokenizer(vocab), key=key, source=["s"], chunk=chunk) as writer:
         for document in documents:
             writer.add(document, ends=True)
         writer.commit()
@@ -47,7 +47,7 @@ def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], cut: int
 ):
     path = tmp_path_factory.mktemp("t") / "tokens"
-    with TokenWriter(path, words(1000), chunk=64) as writer:
+    with TokenWriter(path, word_tokenizer(1000), chunk=64) as writer:
         for document in documents:
             for start in range(0, len(document), cut):
                 writer.add(document[start : start + cut], ends=False)
@@ -103,20 +103,20 @@ def damage(path: Path, at: int, data: bytes) -> None:
 def test_damaged_files(tmp_path: Path, name: str):
     path = tmp_path / "t"
     size = make(path, DOCUMENTS) and (path / name).stat().st_size
-    whole = (path / name).read_bytes()
-    damage(path / name, 70, bytes([whole[70] ^ 1]))
+    undamaged = (path / name).read_bytes()
+    damage(path / name, 70, bytes([undamaged[70] ^ 1]))
     with pytest.raises(StrettoError, match=rf"{name}: corrupt in chunk 1 of \d+ \(bytes 64 to 128\)"):
         TokenFolder(path)
-    (path / name).write_bytes(whole[:-1])
+    (path / name).write_bytes(undamaged[:-1])
     with pytest.raises(StrettoError, match=rf"{name}: truncated: {size - 1} bytes, {size} were written"):
         TokenFolder(path)
-    (path / name).write_bytes(whole + b"\0")
+    (path / name).write_bytes(undamaged + b"\0")
     with pytest.raises(StrettoError, match=f"{name}: too long"):
         TokenFolder(path)
     (path / name).unlink()
     with pytest.raises(StrettoError, match=f"{name}: missing"):
         TokenFolder(path)
-    (path / name).write_bytes(whole)
+    (path / name).write_bytes(undamaged)
     TokenFolder(path).verify()
 
 
@@ -126,12 +126,12 @@ def test_large_files_are_checked_at_both_ends_when_opened_and_whole_by_verify(
     monkeypatch.setattr(indexed, "CHECKED_WHOLE", 100)
     path = tmp_path / "t"
     size = len(make(path, DOCUMENTS).tokens) * 2
-    whole = (path / "tokens.bin").read_bytes()
+    undamaged = (path / "tokens.bin").read_bytes()
     for at in (0, size - 1):
-        damage(path / "tokens.bin", at, bytes([whole[at] ^ 1]))
+        damage(path / "tokens.bin", at, bytes([undamaged[at] ^ 1]))
         with pytest.raises(StrettoError, match="corrupt in chunk"):
             TokenFolder(path)
-        (path / "tokens.bin").write_bytes(whole)
+        (path / "tokens.bin").write_bytes(undamaged)
     damage(path / "tokens.bin", size // 2, b"\x77")
     folder = TokenFolder(path)
     with pytest.raises(StrettoError, match="corrupt in chunk"):

@@ -109,9 +109,9 @@ def test_several_are_joined(tmp_path: Path) -> None:
     write(tmp_path / "a", DOCUMENTS)
     write(tmp_path / "b", [[[3, 0]], [[4, 4, 0]]], code=4)
     source = open_source(DataConfig(source=[str(tmp_path / "a"), str(tmp_path / "b.bin")]), vocab=10)
-    whole = [5, 6, 7, 8, 0, 1, 0, 9, 9, 9, 9, 0, 3, 0, 4, 4, 0]
-    assert source.tokens[:].tolist() == whole
-    assert source.tokens[10:14].tolist() == whole[10:14]
+    joined = [5, 6, 7, 8, 0, 1, 0, 9, 9, 9, 9, 0, 3, 0, 4, 4, 0]
+    assert source.tokens[:].tolist() == joined
+    assert source.tokens[10:14].tolist() == joined[10:14]
     assert source.tokens[np.array([[0, 12], [16, 11]])].tolist() == [[5, 3], [0, 0]]
     assert source.tokens[3:3].tolist() == []
     assert source.offsets[:].tolist() == [0, 5, 7, 7, 12, 14, 17]
@@ -121,7 +121,7 @@ def test_several_are_joined(tmp_path: Path) -> None:
     inputs, targets = batch.inputs, batch.targets
     assert inputs.tolist() == [[5, 6, 7, 8], [9, 9, 9, 0]]
     assert targets[1].tolist() == [9, 9, 0, 3]  # the last is of the second dataset
-    assert pickle.loads(pickle.dumps(source)).tokens[:].tolist() == whole
+    assert pickle.loads(pickle.dumps(source)).tokens[:].tolist() == joined
 
 
 def test_text_beside_tokens_is_refused(tmp_path: Path) -> None:
@@ -341,10 +341,10 @@ def test_info_and_show(
     assert run(["data", "show", "out"]) == 2
     assert "--tokenizer" in capsys.readouterr().err
     assert run(["data", "show", "out", "--tokenizer", str(tokenizer)]) == 0
-    for words, error in (
+    for arguments, error in (
         (["rows.jsonl", "--format", "megatron"], "--format megatron without --out"),
         (["rows.jsonl", "--format", "megatron", "--out", "o", "--chat", "all"], "megatron with --chat"),
     ):
         capsys.readouterr()
-        assert run(["data", "build", *words]) == 2
+        assert run(["data", "build", *arguments]) == 2
         assert error in capsys.readouterr().err

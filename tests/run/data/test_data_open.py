@@ -29,10 +29,14 @@ def data_of(tmp_path: Path, source: Path, **more: Any) -> DataConfig:
     return DataConfig(source=str(source), vocab=300, cache=str(tmp_path / "cache"), **more)
 
 
-def same(one: TokenSource, two: TokenSource) -> bool:
-    return (one.name, one.tokens[:].tolist(), one.offsets[:].tolist(), one.fingerprint, one.identity()) == (
-        *(two.name, two.tokens[:].tolist(), two.offsets[:].tolist(), two.fingerprint, two.identity()),
-    )
+def same(first: TokenSource, two: TokenSource) -> bool:
+    return (
+        first.name,
+        first.tokens[:].tolist(),
+        first.offsets[:].tolist(),
+        first.fingerprint,
+        first.identity(),
+    ) == (*(two.name, two.tokens[:].tolist(), two.offsets[:].tolist(), two.fingerprint, two.identity()),)
 
 
 def test_text_is_tokenised_once(tmp_path: Path, text: Path) -> None:

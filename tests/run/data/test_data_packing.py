@@ -50,10 +50,10 @@ def test_documents_of_windows(folder: TokenFolder, sequence: int, seed: int) -> 
     samples = WindowSamples(folder, "train", sequence, seed, ratio="1,0,0", isolate=True)
     indices = range(2 * len(samples))
     check(folder, samples.batch(indices), samples.starts(indices).tolist(), sequence, sum(LENGTHS))
-    whole = WindowSamples(folder, "all", sequence, isolate=True, once=True)
-    starts = [k * sequence for k in range(len(whole))]
-    check(folder, whole.batch(range(len(whole))), starts, sequence, sum(LENGTHS))
-    empty = whole.batch([len(whole) + 3])
+    windows = WindowSamples(folder, "all", sequence, isolate=True, once=True)
+    starts = [k * sequence for k in range(len(windows))]
+    check(folder, windows.batch(range(len(windows))), starts, sequence, sum(LENGTHS))
+    empty = windows.batch([len(windows) + 3])
     assert empty.begins is not None
     assert bool((empty.targets == IGNORED).all())
 
@@ -63,13 +63,15 @@ def test_the_stream_is_as_it_is_with_documents_kept_apart(folder: TokenFolder) -
     plain, apart = (
         WindowSamples(folder, "train", 13, 4, ratio="1,0,0", isolate=isolate) for isolate in (False, True)
     )
-    ours, theirs = apart.batch(range(20)), plain.batch(range(20))
-    assert theirs.begins is None
-    assert torch.equal(ours.inputs, theirs.inputs)
-    differ = ours.targets != theirs.targets
+    isolated, joined = apart.batch(range(20)), plain.batch(range(20))
+    assert joined.begins is None
+    assert torch.equal(isolated.inputs, joined.inputs)
+    differ = isolated.targets != joined.targets
     assert bool(differ.any())
-    assert bool((ours.targets[differ] == IGNORED).all())
-    assert bool((ours.inputs[differ] == folder.index.endoftext).all()), "only an end of text has no target"
+    assert bool((isolated.targets[differ] == IGNORED).all())
+    assert bool((isolated.inputs[differ] == folder.index.endoftext).all()), (
+        "only an end of text has no target"
+    )
 
 
 def test_a_mask_of_tokens_is_kept(folder: TokenFolder) -> None:
@@ -83,11 +85,11 @@ def test_a_mask_of_tokens_is_kept(folder: TokenFolder) -> None:
 
 def test_parts_of_a_batch_keep_their_documents(folder: TokenFolder) -> None:
     samples = WindowSamples(folder, "train", 13, ratio="1,0,0", isolate=True)
-    whole, parts = samples.batch([1, 2, 5]), [samples.batch([1]), samples.batch([2, 5])]
-    for again in (Batch.concatenated(parts), whole.take([0, 1, 2]), whole.take(slice(None))):
+    full, parts = samples.batch([1, 2, 5]), [samples.batch([1]), samples.batch([2, 5])]
+    for again in (Batch.concatenated(parts), full.take([0, 1, 2]), full.take(slice(None))):
         assert again.begins is not None
         assert torch.equal(again.begins, samples.batch([1, 2, 5]).begins)  # pyright: ignore[reportArgumentType]
-        assert torch.equal(again.targets, whole.targets)
+        assert torch.equal(again.targets, full.targets)
 
 
 def test_packing_is_chosen_by_name(folder: TokenFolder) -> None:

@@ -66,8 +66,8 @@ def texts(number: int = 300) -> Iterator[str]:
         yield "".join(parts[: draw.randint(1, 9)])
 
 
-def differing(ours: Tokenizer, theirs: Iterable[tuple[str, list[int]]]) -> list[str]:
-    return [text for text, ids in theirs if ours.encode(text) != ids]
+def differing(tokenizer: Tokenizer, expected: Iterable[tuple[str, list[int]]]) -> list[str]:
+    return [text for text, ids in expected if tokenizer.encode(text) != ids]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,13 @@ def test_rank_files(name: str, pattern: str, first: int, names: list[str], bound
     """Those of Whisper have an empty token."""
     path, expression = published(name), getattr(rank_files, pattern)
     ranks = load_tiktoken_bpe(str(path))
-    theirs = tiktoken.Encoding("theirs", pat_str=expression, mergeable_ranks=ranks, special_tokens={})
-    ours = Tokenizer.load(path)
-    assert not differing(ours, ((text, theirs.encode(text, disallowed_special=())) for text in texts()))
-    assert ours.boundaries == boundaries
-    assert [ours.text_of(first + i) for i in range(len(names))] == names
+    reference = tiktoken.Encoding("theirs", pat_str=expression, mergeable_ranks=ranks, special_tokens={})
+    tokenizer = Tokenizer.load(path)
+    assert not differing(
+        tokenizer, ((text, reference.encode(text, disallowed_special=())) for text in texts())
+    )
+    assert tokenizer.boundaries == boundaries
+    assert [tokenizer.text_of(first + i) for i in range(len(names))] == names
     assert max(ranks.values()) < first
 
 
@@ -125,10 +127,10 @@ def test_llama_3_in_both_of_its_files(tmp_path: Path) -> None:
     """
     (tmp_path / "pattern.txt").write_text(rank_files._CL100K)
     ranks = Tokenizer.load([str(published("llama-models/llama3.model")), str(tmp_path / "pattern.txt")])
-    theirs = tokenizers.Tokenizer.from_file(str(published("lenml-llama3_1/tokenizer.json")))
-    theirs.encode_special_tokens = True
+    reference = tokenizers.Tokenizer.from_file(str(published("lenml-llama3_1/tokenizer.json")))
+    reference.encode_special_tokens = True
     every = list(texts())
-    ids = [one.ids for one in theirs.encode_batch(every, add_special_tokens=False)]
+    ids = [encoding.ids for encoding in reference.encode_batch(every, add_special_tokens=False)]
     assert not differing(ranks, zip(every, ids, strict=True))
     assert ranks.boundaries == Boundaries(128_001, 128_000)
 
@@ -146,11 +148,11 @@ def test_the_ranks_of_gpt_oss_are_known_by_their_content(tmp_path: Path) -> None
     path = tmp_path / "o200k.tiktoken"
     path.write_bytes(b"".join(lines))
     assert hashlib.sha256(path.read_bytes()).hexdigest() in rank_files._ENCODINGS
-    ours = Tokenizer.load(path)
-    theirs = tokenizers.Tokenizer.from_file(str(published("lenml-gptoss/tokenizer.json")))
-    theirs.encode_special_tokens = True
-    assert not differing(ours, ((text, theirs.encode(text).ids) for text in texts(300)))
-    assert ours.boundaries == Boundaries(199_999)
+    tokenizer = Tokenizer.load(path)
+    reference = tokenizers.Tokenizer.from_file(str(published("lenml-gptoss/tokenizer.json")))
+    reference.encode_special_tokens = True
+    assert not differing(tokenizer, ((text, reference.encode(text).ids) for text in texts(300)))
+    assert tokenizer.boundaries == Boundaries(199_999)
 
 
 def test_tekken(tmp_path: Path) -> None:
@@ -159,12 +161,12 @@ def test_tekken(tmp_path: Path) -> None:
     body = json.loads(path.read_bytes())
     ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in body["vocab"][:130_072]}
     pattern = body["config"]["pattern"]
-    theirs = tiktoken.Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    expected = [[1000 + id_ for id_ in theirs.encode(text, disallowed_special=())] for text in texts()]
-    ours = Tokenizer.load(path)
-    assert not differing(ours, zip(texts(), expected, strict=True))
-    assert (ours.vocab_size, ours.boundaries) == (131_072, Boundaries(2, 1))
-    assert [ours.text_of(id_) for id_ in (0, 1, 2, 3, 19, 20, 999)] == [
+    reference = tiktoken.Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    expected = [[1000 + id_ for id_ in reference.encode(text, disallowed_special=())] for text in texts()]
+    tokenizer = Tokenizer.load(path)
+    assert not differing(tokenizer, zip(texts(), expected, strict=True))
+    assert (tokenizer.vocab_size, tokenizer.boundaries) == (131_072, Boundaries(2, 1))
+    assert [tokenizer.text_of(id_) for id_ in (0, 1, 2, 3, 19, 20, 999)] == [
         *("<unk>", "<s>", "</s>", "[INST]", "[TOOL_CONTENT]", "<SPECIAL_20>", "<SPECIAL_999>"),
     ]
     # its own list of special tokens comes before the usual
@@ -182,11 +184,11 @@ def test_tekken(tmp_path: Path) -> None:
 def test_claudes_json() -> None:
     """It normalises text before, as its package does; nothing says which token ends a text."""
     path = published("anthropic-tokenizer/claude.json")
-    theirs = tokenizers.Tokenizer.from_file(str(published("lenml-claude/tokenizer.json")))
-    theirs.encode_special_tokens = True
-    ours = Tokenizer.load(path, end="<EOT>")
-    assert not differing(ours, ((text, theirs.encode(text).ids) for text in texts()))
-    assert (ours.boundaries, ours.special("<META>")) == (Boundaries(0), 1)
+    reference = tokenizers.Tokenizer.from_file(str(published("lenml-claude/tokenizer.json")))
+    reference.encode_special_tokens = True
+    tokenizer = Tokenizer.load(path, end="<EOT>")
+    assert not differing(tokenizer, ((text, reference.encode(text).ids) for text in texts()))
+    assert (tokenizer.boundaries, tokenizer.special("<META>")) == (Boundaries(0), 1)
     body = json.loads(path.read_bytes())
     first = re.match(r"! (\d+) ", body["bpe_ranks"])
     assert first is not None
@@ -195,7 +197,7 @@ def test_claudes_json() -> None:
     plain = tiktoken.Encoding("claude", pat_str=body["pat_str"], mergeable_ranks=ranks, special_tokens={})
     for text in texts(200):
         normalised = unicodedata.normalize("NFKC", text)
-        assert ours.encode(text) == plain.encode(normalised, disallowed_special=())
+        assert tokenizer.encode(text) == plain.encode(normalised, disallowed_special=())
     with pytest.raises(StrettoError, match="has no end-of-text token") as caught:
         _ = Tokenizer.load(path).endoftext
     assert "data.end_of_text" in str(caught.value.hint)
@@ -205,9 +207,9 @@ def test_claudes_json() -> None:
 def test_models_that_ship_with_sentencepiece(name: str) -> None:
     """The unigrams of one have no slash, which the special piece `</s>` is spelt with."""
     path = published(f"sentencepiece/{name}.model")
-    theirs, ours = sentencepiece.SentencePieceProcessor(model_file=str(path)), Tokenizer.load(path)
-    assert not differing(ours, ((text, theirs.encode(text)) for text in texts()))
-    assert ours.boundaries == Boundaries(theirs.eos_id())
+    reference, tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path)), Tokenizer.load(path)
+    assert not differing(tokenizer, ((text, reference.encode(text)) for text in texts()))
+    assert tokenizer.boundaries == Boundaries(reference.eos_id())
 
 
 @pytest.mark.parametrize(

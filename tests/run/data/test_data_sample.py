@@ -50,11 +50,11 @@ def test_its_readme_is_true(sample: TokenFolder) -> None:
     assert sum(path.stat().st_size for path in SAMPLE_FOLDER.iterdir()) < 2_000_000
 
 
-def git(*words: str) -> list[str]:
+def git(*arguments: str) -> list[str]:
     """The lines that git prints; none where it fails."""
     if shutil.which("git") is None:
         return []
-    command = ["git", "-C", str(ROOT), *words]
+    command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
@@ -65,8 +65,10 @@ def test_its_documents_are_the_files_of_its_commit(sample: TokenFolder) -> None:
     if not listed:
         pytest.skip("a copy without the history of git")
     files = dict(line.split("\t")[::-1] for line in listed)
-    patterns = [one.replace("**/*", "*") for one in sample.index.source]
-    there = {files[name].split()[2] for name in files if any(fnmatchcase(name, one) for one in patterns)}
+    patterns = [pattern.replace("**/*", "*") for pattern in sample.index.source]
+    there = {
+        files[name].split()[2] for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
     starts, tokenizer = sample.offsets[:].tolist(), sample.tokenizer()
     texts = [
         tokenizer.decode(sample.tokens[start : end - 1].tolist()).encode() for start, end in pairwise(starts)

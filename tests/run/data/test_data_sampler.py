@@ -52,7 +52,7 @@ def test_a_microbatch_over_all_ranks_is_the_larger_microbatch_of_one(
             )
             for rank in range(dp)
         ]
-        whole = indices_after(
+        full = indices_after(
             samples_before=step * dp * micro_batch * microbatches,
             microbatch=m,
             dp_rank=0,
@@ -60,7 +60,7 @@ def test_a_microbatch_over_all_ranks_is_the_larger_microbatch_of_one(
             micro_batch=dp * micro_batch,
             microbatches=microbatches,
         )
-        assert [i for part in parts for i in part] == list(whole)
+        assert [i for part in parts for i in part] == list(full)
 
 
 def test_going_on_with_another_batch_size_misses_and_repeats_nothing():

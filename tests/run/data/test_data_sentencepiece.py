@@ -50,13 +50,13 @@ def both(
 
 
 def equal(name: str, text: str) -> None:
-    theirs, ours, _ = both(name)
-    assert ours.normalize_str(text).replace(" ", "▁") == theirs.normalize(text).replace(" ", "▁")
+    processor, normalizer, _ = both(name)
+    assert normalizer.normalize_str(text).replace(" ", "▁") == processor.normalize(text).replace(" ", "▁")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rules(name: str) -> None:
-    theirs, _, model = both(name)
+    processor, _, model = both(name)
     rules = model.rules
     assert unequal(rules) is None
     assert len(rules) > 200_000
@@ -65,7 +65,7 @@ def test_rules(name: str) -> None:
     draw = random.Random(0)
     several = [text for text in rules if len(text) > 1 and max(map(ord, text)) < NEWER]
     for text in draw.sample(several, 1000):
-        assert theirs.normalize(text) == rules[text].replace(" ", "▁")
+        assert processor.normalize(text) == rules[text].replace(" ", "▁")
         equal(name, text)
     for text in rules:
         if len(text) == 1:
@@ -86,6 +86,6 @@ def test_any_text(name: str, text: str) -> None:
 def test_what_is_kept() -> None:
     model = both("nfkc")[2]
     steps = rewriting(model.normalizer.precompiled_charsmap, model.rules, ["<e>", "<e>e"])
-    ours = normalizers.Sequence(steps)
-    assert ours.normalize_str("<e>\u0338") == "<e>\u0338"  # a stroke through > is a character otherwise
-    assert ours.normalize_str("<e>e\u0301x\u0301>\u0338") == "<e>e\u0301x\u0301≯"
+    normalizer = normalizers.Sequence(steps)
+    assert normalizer.normalize_str("<e>\u0338") == "<e>\u0338"  # a stroke through > is a character otherwise
+    assert normalizer.normalize_str("<e>e\u0301x\u0301>\u0338") == "<e>e\u0301x\u0301≯"

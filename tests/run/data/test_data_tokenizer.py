@@ -72,8 +72,8 @@ def test_text_that_spells_the_end_of_text_is_text():
 def test_a_long_document_in_pieces_has_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(readers, "PIECE", 700)
     for text in (TEXT, TEXT.replace("\n", "\r\n"), TEXT.replace("\n", " ")):
-        whole = [readers.TextPiece("n", text, ends=True)]
-        pieces = [piece.text for piece in readers.cut_pieces(whole, lambda: TRAINED.cuts)]
+        uncut = [readers.TextPiece("n", text, ends=True)]
+        pieces = [piece.text for piece in readers.cut_pieces(uncut, lambda: TRAINED.cuts)]
         assert len(pieces) > 5
         assert list(chain.from_iterable(TRAINED.encode_batch(pieces))) == TRAINED.encode(text)
 

@@ -82,19 +82,19 @@ def train_bpe(folder: Path) -> tuple[Path, Path]:
 
 def test_vocab_and_merges(tmp_path: Path) -> None:
     vocab, merges = train_bpe(tmp_path)
-    theirs = GPT2Tokenizer(str(vocab), str(merges))
-    ours = Tokenizer.load(tmp_path)
+    reference = GPT2Tokenizer(str(vocab), str(merges))
+    tokenizer = Tokenizer.load(tmp_path)
     for text in texts():
-        ids = ours.encode(text)
+        ids = tokenizer.encode(text)
         if "<|endoftext|>" not in text:  # which theirs takes for the token itself
-            assert ids == theirs.encode(text)
-        assert ours.decode(ids) == text
-    assert ours.endoftext == json.loads(vocab.read_text())["<|endoftext|>"]
+            assert ids == reference.encode(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.endoftext == json.loads(vocab.read_text())["<|endoftext|>"]
     names = [tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"]
     vocab.rename(names[0])
     merges.rename(names[1])
     for path in (tmp_path, names[0], names, names[::-1], [str(name) for name in names]):
-        assert Tokenizer.load(path).fingerprint == ours.fingerprint
+        assert Tokenizer.load(path).fingerprint == tokenizer.fingerprint
 
 
 def test_a_vocabulary_needs_its_merges(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_ranks_of_tiktoken(tmp_path: Path, pattern: str, monkeypatch: pytest.Mon
     expression = getattr(rank_files, pattern)
     ranks = train_ranks(expression)
     end = len(ranks)
-    theirs = tiktoken.Encoding(
+    reference = tiktoken.Encoding(
         "small", pat_str=expression, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end}
     )
     path = write_ranks(tmp_path / "small.tiktoken", ranks)
@@ -149,38 +149,42 @@ def test_ranks_of_tiktoken(tmp_path: Path, pattern: str, monkeypatch: pytest.Mon
     with pytest.raises(StrettoError, match="has no end-of-text token") as caught:  # none is made up
         _ = Tokenizer.load(pair).endoftext
     assert "data.end_of_text=TOKEN" in str(caught.value.hint)
-    ours = Tokenizer.load(pair, end=str(end))
-    assert (ours.endoftext, ours.vocab_size) == (end, end + 1)
+    tokenizer = Tokenizer.load(pair, end=str(end))
+    assert (tokenizer.endoftext, tokenizer.vocab_size) == (end, end + 1)
     for text in texts():
-        ids = ours.encode(text)
-        assert ids == theirs.encode(text, disallowed_special=())
-        assert ours.decode(ids) == text
+        ids = tokenizer.encode(text)
+        assert ids == reference.encode(text, disallowed_special=())
+        assert tokenizer.decode(ids) == text
     with pytest.raises(StrettoError, match=f"{end} ranks of no published encoding"):
         Tokenizer.load(path)
     # one that is known by its content
     special = {end + 1: "<|endoftext|>", end + 3: "<|eot_id|>"}
-    known = rank_files._Encoding(name="small", pattern=expression, special=special)
-    monkeypatch.setitem(rank_files._ENCODINGS, hashlib.sha256(path.read_bytes()).hexdigest(), known)
+    encoding = rank_files._Encoding(name="small", pattern=expression, special=special)
+    monkeypatch.setitem(rank_files._ENCODINGS, hashlib.sha256(path.read_bytes()).hexdigest(), encoding)
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\r\n".join(lines[::-1]))  # the same, written otherwise
-    ours = Tokenizer.load(path)
-    assert (ours.endoftext, ours.vocab_size, ours.special("<|eot_id|>")) == (end + 1, end + 4, end + 3)
-    assert ours.encode("the ") == theirs.encode("the ")
+    tokenizer = Tokenizer.load(path)
+    assert (tokenizer.endoftext, tokenizer.vocab_size, tokenizer.special("<|eot_id|>")) == (
+        end + 1,
+        end + 4,
+        end + 3,
+    )
+    assert tokenizer.encode("the ") == reference.encode("the ")
 
 
 def test_a_gap_within_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As p50k_base has one, for the end of text."""
     ranks = {token: rank + (rank >= 300) for token, rank in train_ranks(rank_files._GPT2).items()}
-    known = rank_files._Encoding(name="gap", pattern=rank_files._GPT2, special={300: "<|endoftext|>"})
+    encoding = rank_files._Encoding(name="gap", pattern=rank_files._GPT2, special={300: "<|endoftext|>"})
     path = write_ranks(tmp_path / "gap.tiktoken", ranks)
-    monkeypatch.setitem(rank_files._ENCODINGS, hashlib.sha256(path.read_bytes()).hexdigest(), known)
-    ours = Tokenizer.load(path)
-    assert (ours.endoftext, ours.vocab_size) == (300, len(ranks) + 1)
-    theirs = tiktoken.Encoding(
+    monkeypatch.setitem(rank_files._ENCODINGS, hashlib.sha256(path.read_bytes()).hexdigest(), encoding)
+    tokenizer = Tokenizer.load(path)
+    assert (tokenizer.endoftext, tokenizer.vocab_size) == (300, len(ranks) + 1)
+    reference = tiktoken.Encoding(
         "gap", pat_str=rank_files._GPT2, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300}
     )
     for text in texts(200):
-        assert ours.encode(text) == theirs.encode(text, disallowed_special=())
+        assert tokenizer.encode(text) == reference.encode(text, disallowed_special=())
 
 
 @pytest.mark.parametrize(
@@ -242,15 +246,15 @@ def test_pieces_of_bpe(tmp_path: Path, more: dict[str, Any]) -> None:
     data = train_pieces("bpe", **more)
     assert is_sentencepiece(data)
     (tmp_path / "tokenizer.model").write_bytes(data)
-    theirs, ours = sentencepiece.SentencePieceProcessor(model_proto=data), Tokenizer.load(tmp_path)
-    assert (ours.endoftext, ours.vocab_size) == (theirs.eos_id(), theirs.vocab_size())
+    reference, tokenizer = sentencepiece.SentencePieceProcessor(model_proto=data), Tokenizer.load(tmp_path)
+    assert (tokenizer.endoftext, tokenizer.vocab_size) == (reference.eos_id(), reference.vocab_size())
     for text in texts():
-        ids = ours.encode(text)
+        ids = tokenizer.encode(text)
         symbols = more.get("user_defined_symbols", ()) if more.get("add_dummy_prefix", True) else ()
-        alone = theirs.normalize(text) in [f"▁{symbol}" for symbol in symbols]
-        assert ids == theirs.encode(text)[alone:]  # of a symbol alone ours lacks the prefix
+        alone = reference.normalize(text) in [f"▁{symbol}" for symbol in symbols]
+        assert ids == reference.encode(text)[alone:]  # of a symbol alone ours lacks the prefix
         if "byte_fallback" in more and not more.get("remove_extra_whitespaces", True):
-            assert ours.decode(ids) == theirs.decode(ids)
+            assert tokenizer.decode(ids) == reference.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +273,12 @@ def test_pieces_of_unigrams(tmp_path: Path, more: dict[str, object]) -> None:
     """Equal, but for cuts into the same pieces in another order, whose scores are the same."""
     data = train_pieces("unigram", **more)
     (tmp_path / "tokenizer.model").write_bytes(data)
-    theirs, ours = sentencepiece.SentencePieceProcessor(model_proto=data), Tokenizer.load(tmp_path)
+    reference, tokenizer = sentencepiece.SentencePieceProcessor(model_proto=data), Tokenizer.load(tmp_path)
     several, same, ties = [*texts()], 0, 0
     for text in several:
-        one, two = ours.encode(text), theirs.encode(text)
-        same += one == two
-        ties += one != two and sorted(one) == sorted(two)
+        ids, two = tokenizer.encode(text), reference.encode(text)
+        same += ids == two
+        ties += ids != two and sorted(ids) == sorted(two)
     assert same + ties == len(several)
     assert ties < 0.01 * len(several)
 
@@ -339,10 +343,10 @@ def test_the_tokens_keep_the_tokenizer_as_a_json_file(tmp_path: Path) -> None:
     text = "a longer text. \n\n" * 30_000  # more than a piece
     (tmp_path / "text.txt").write_text(text)
     folder = build(tmp_path / "text.txt", tmp_path / "out", tokenizer=tmp_path / "t.model")
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=data)
-    assert folder.tokens[:].tolist() == [*theirs.encode(text), theirs.eos_id()]
-    kept = Tokenizer.load(tmp_path / "out" / "tokenizer.json")
-    assert kept.fingerprint == Tokenizer.load(tmp_path / "t.model").fingerprint == folder.fingerprint
+    reference = sentencepiece.SentencePieceProcessor(model_proto=data)
+    assert folder.tokens[:].tolist() == [*reference.encode(text), reference.eos_id()]
+    stored = Tokenizer.load(tmp_path / "out" / "tokenizer.json")
+    assert stored.fingerprint == Tokenizer.load(tmp_path / "t.model").fingerprint == folder.fingerprint
 
 
 @pytest.mark.parametrize(

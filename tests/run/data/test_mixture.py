@@ -41,19 +41,25 @@ WEIGHTS = st.lists(st.floats(0.001, 1.0) | st.just(0.0), min_size=1, max_size=5)
 @example([[0.7, 0.3]], 0, None)
 def test_no_sample_is_lost_or_repeated(weights: list[list[float]], seed: int, data: Any) -> None:
     count = min(map(len, weights))
-    weights = [one[:count] if any(one[:count]) else [1.0] * count for one in weights]
+    weights = [
+        weights_of_phase[:count] if any(weights_of_phase[:count]) else [1.0] * count
+        for weights_of_phase in weights
+    ]
     lengths = [3 * BLOCK // 2 if data is None else data.draw(st.integers(1, 70_000)) for _ in weights]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    phases = [WeightPhase(start, tuple(one)) for start, one in zip(starts, weights, strict=True)]
+    phases = [
+        WeightPhase(start, tuple(weights_of_phase))
+        for start, weights_of_phase in zip(starts, weights, strict=True)
+    ]
     order = MixtureOrder(phases, seed)
     total = sum(lengths)
     sources, positions = order(range(total))
     for source in range(count):
         assert (positions[sources == source] == np.arange((sources == source).sum())).all()
     assert order.drawn(total).tolist() == np.bincount(sources, minlength=count).tolist()
-    for start, length, one in zip(starts, lengths, weights, strict=True):
+    for start, length, weights_of_phase in zip(starts, lengths, weights, strict=True):
         here = np.bincount(sources[start : start + length], minlength=count)
-        ideal = length * np.array(one) / sum(one)
+        ideal = length * np.array(weights_of_phase) / sum(weights_of_phase)
         assert np.abs(here - ideal).max() <= count + length / BLOCK, "any run has the weights"
     some = [0, total // 2, total - 1]
     again = MixtureOrder(phases, seed)(some)  # in any order, without what comes before
@@ -85,8 +91,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mixed(folder: Path, *overrides: str, phases: str = "") -> TrainConfig:
-    words, code, spare = (folder / f"{name}.jsonl" for name in ("words", "code", "spare"))
-    source = f"data.source={{{words}: 6, {code}: 2, {spare}: 0}}"
+    prose, code, spare = (folder / f"{name}.jsonl" for name in ("words", "code", "spare"))
+    source = f"data.source={{{prose}: 6, {code}: 2, {spare}: 0}}"
     later = (
         f"data.phases=[{{from_step: 3, weights: {{{spare}: 1, {code}: 1}}}}]" if phases else "data.phases=[]"
     )
@@ -105,8 +111,8 @@ def test_samples_are_those_of_the_sources(folder: Path) -> None:
         [WeightPhase(0, (6, 2, 0)), WeightPhase(3 * size, (0, 1, 1))], config.train.seed
     )(range(6 * size))
     batch = samples.batch(range(6 * size))
-    for row, (one, position) in enumerate(zip(sources.tolist(), positions.tolist(), strict=True)):
-        wanted = parts[one].batch([position])
+    for row, (source_index, position) in enumerate(zip(sources.tolist(), positions.tolist(), strict=True)):
+        wanted = parts[source_index].batch([position])
         assert torch.equal(batch.inputs[row], wanted.inputs[0])
         assert torch.equal(batch.targets[row], wanted.targets[0])
     assert set(sources[: 3 * size].tolist()) == {0, 1}
@@ -116,12 +122,14 @@ def test_samples_are_those_of_the_sources(folder: Path) -> None:
     packed = replace(config, data=replace(config.data, packing="documents"))
     apart = read_samples(source, packed).batch(range(6 * size))
     assert apart.begins is not None
-    for row, (one, position) in enumerate(zip(sources.tolist(), positions.tolist(), strict=True)):
-        begins = samples_of(list(source.streams.values())[one], packed.data, "train", config.train.seed)
+    for row, (source_index, position) in enumerate(zip(sources.tolist(), positions.tolist(), strict=True)):
+        begins = samples_of(
+            list(source.streams.values())[source_index], packed.data, "train", config.train.seed
+        )
         assert torch.equal(apart.begins[row : row + 1], begins.batch([position]).begins)  # pyright: ignore
     again = read_samples(pickle.loads(sent), config).batch([5])
     assert torch.equal(again.inputs, samples.batch([5]).inputs)
-    assert {one.fingerprint for one in source.streams.values()} == {source.fingerprint}, (
+    assert {stream.fingerprint for stream in source.streams.values()} == {source.fingerprint}, (
         "one tokenizer for all"
     )
     shares = [line.split(": ")[1].split(" of ")[0] for line in describe(source, config)]
@@ -139,30 +147,30 @@ def test_samples_do_not_depend_on_what_is_taken_with_them(folder: Path, packing:
             [read_samples(source, config).batch([i]) for i in indices],
         )
         assert len(together.inputs) == len(together.targets) == len(indices)
-        for row, one in enumerate(alone):
-            assert torch.equal(together.inputs[row], one.inputs[0])
-            assert torch.equal(together.targets[row], one.targets[0])
-            if together.begins is not None and one.begins is not None:
-                assert torch.equal(together.begins[row], one.begins[0])
+        for row, sample in enumerate(alone):
+            assert torch.equal(together.inputs[row], sample.inputs[0])
+            assert torch.equal(together.targets[row], sample.targets[0])
+            if together.begins is not None and sample.begins is not None:
+                assert torch.equal(together.begins[row], sample.begins[0])
 
 
 def test_a_run_resumes_bitwise_in_another_layout(folder: Path) -> None:
-    whole = mixed(folder, "run.name=whole", "eval.every=3", "train.dtype=float64", phases="later")
+    reference = mixed(folder, "run.name=whole", "eval.every=3", "train.dtype=float64", phases="later")
     parts = ("run.name=parts", "eval.every=3", "train.dtype=float64")
-    assert train(whole)["step"] == 6
+    assert train(reference)["step"] == 6
     assert train(mixed(folder, *parts, phases="later"), at_step(3, 0, send_self, 15))["step"] == 3
     notes = folder / "notes"
     again = ("checkpoint.resume=auto", "layout.pp=1", "layout.dp=2")
     assert train(mixed(folder, *parts, *again, phases="later"), keep_notes(str(notes)))["step"] == 6
     assert "warning" not in notes.read_text()
-    for name, weight in tensors(whole, 6).items():
+    for name, weight in tensors(reference, 6).items():
         torch.testing.assert_close(tensors(mixed(folder, *parts), 6)[name], weight, rtol=1e-9, atol=1e-12)
-    rows = list(read_lines(whole.run.folder / "metrics.jsonl"))
+    rows = list(read_lines(reference.run.folder / "metrics.jsonl"))
     names = list(rows[-1]["epochs"])
     assert [Path(name).stem for name in names] == ["words", "code", "spare"]
     assert rows[2]["epochs"][names[2]] == 0 < rows[5]["epochs"][names[2]]
     assert all(row["epoch"] == max(row["epochs"].values()) for row in rows)
-    for row in read_lines(whole.run.folder / "eval.jsonl"):
+    for row in read_lines(reference.run.folder / "eval.jsonl"):
         assert [Path(name).stem for name in row["sources"]] == ["words", "code"]
         assert row["loss"] == pytest.approx(0.75 * row["sources"][names[0]] + 0.25 * row["sources"][names[1]])
 
@@ -237,7 +245,7 @@ def test_text_beside_tokens_takes_their_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (("data.source={a: -1, b: 1}",), "data.source is a: -1: a weight is 0 or more"),
         (("data.source={README.md: 0}",), "one weight must be above 0"),
@@ -256,11 +264,11 @@ def test_text_beside_tokens_takes_their_tokenizer(folder: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_mixture_is_told_first(
-    folder: Path, overrides: tuple[str, ...], words: str
+    folder: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(StrettoError) as told:
         check(job(folder, *overrides, model=LLAMA))
-    assert words in told.value.message
+    assert message in told.value.message
 
 
 def test_other_held_out_text_of_the_past_is_told(tmp_path: Path) -> None:

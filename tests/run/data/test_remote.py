@@ -126,12 +126,12 @@ def test_samples_are_those_of_the_folder(tmp_path: Path, cache: BlockCache) -> N
     there = open_tokens("memory://b/t", cache=cache)
     joined = JoinedSource([local, there]), JoinedSource([local, local])
     for packing in ("stream", "documents", "none"):
-        for ours, theirs in ((there, local), joined):
+        for remote_folder, local_folder in ((there, local), joined):
             data = DataConfig(source="x", sequence=8, packing=packing, shuffle="window", shuffle_window=4096)
-            a, b = (samples_of(one, data, "train", 3) for one in (ours, theirs))
+            a, b = (samples_of(folder, data, "train", 3) for folder in (remote_folder, local_folder))
             assert a.block
             assert isinstance(a.block, int)
-            first, second = (one.batch(range(40, 90)) for one in (a, b))
+            first, second = (samples.batch(range(40, 90)) for samples in (a, b))
             assert first.inputs.tolist() == second.inputs.tolist()
             assert first.targets.tolist() == second.targets.tolist()
 
@@ -219,7 +219,7 @@ def test_no_answer_is_one_error(cache: BlockCache, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "message"),
     [
         (PermissionError("Forbidden"), "no permission"),
         (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "no permission"),
@@ -227,7 +227,7 @@ def test_no_answer_is_one_error(cache: BlockCache, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_no_further_try_mends_is_not_tried_again(
-    cache: BlockCache, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+    cache: BlockCache, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     file = opened("/f", 10, cache, bytes(100))
 
@@ -235,7 +235,7 @@ def test_what_no_further_try_mends_is_not_tried_again(
         raise error
 
     fetches = Fetches(monkeypatch, act)
-    with pytest.raises(StrettoError, match=rf"memory://f: .*{words}"):
+    with pytest.raises(StrettoError, match=rf"memory://f: .*{message}"):
         file.read(0, 5)
     assert len(fetches.ranges) == 1
 
@@ -347,14 +347,14 @@ def test_blocks_come_before_they_are_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words", "hint"),
+    ("overrides", "message", "hint"),
     [
         (["data.cache_gib=1e-5"], "the windows that are read", "a data.shuffle_window smaller than"),
         (["data.cache_gib=1e-5", "data.shuffle=global"], "any sample may come next", "data.shuffle=window"),
     ],
 )
 def test_a_cache_that_is_too_small_is_one_error(
-    tmp_path: Path, overrides: list[str], words: str, hint: str
+    tmp_path: Path, overrides: list[str], message: str, hint: str
 ) -> None:
     documents = np.random.default_rng(0).integers(1, 999, size=(300, 199)).tolist()
     make(tmp_path / "t", documents, chunk=1024)
@@ -364,7 +364,7 @@ def test_a_cache_that_is_too_small_is_one_error(
     )
     with pytest.raises(StrettoError, match=r"data.cache_gib is 1e-05") as error:
         read_samples(open_source(config.data), config)
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert hint in str(error.value.hint)
     enough = str(error.value.hint).partition(",")[0]
     config = train_config("data.source=memory://b/t", "data.shuffle_window=4096", *overrides, enough)
@@ -373,7 +373,7 @@ def test_a_cache_that_is_too_small_is_one_error(
 
 
 @pytest.mark.parametrize(
-    ("url", "words", "hint"),
+    ("url", "message", "hint"),
     [
         ("memory://nothing", "neither a token folder", "text is named by its files"),
         ("s3://b/x", "takes the package s3fs", "stretto\\[s3\\]"),
@@ -381,8 +381,8 @@ def test_a_cache_that_is_too_small_is_one_error(
         ("s4://b/x", "no such protocol: s4", "did you mean s3"),
     ],
 )
-def test_urls_that_name_nothing(url: str, words: str, hint: str, cache: BlockCache) -> None:
-    with pytest.raises(StrettoError, match=words) as error:
+def test_urls_that_name_nothing(url: str, message: str, hint: str, cache: BlockCache) -> None:
+    with pytest.raises(StrettoError, match=message) as error:
         open_tokens(url, cache=cache)
     assert re.search(hint, str(error.value.hint))
 
@@ -405,8 +405,8 @@ def test_text_is_read_from_urls(tmp_path: Path) -> None:
     assert same(there, local)
     part = build(texts / "*.jsonl", tmp_path / "part", vocab=300)
     assert same(build("memory://b/texts/*.jsonl", tmp_path / "part-there", vocab=300), part)
-    one = build("memory://b/texts/c.txt", tmp_path / "one", vocab=300)
-    assert one.index.source == ["memory://b/texts/c.txt"]
+    tokens = build("memory://b/texts/c.txt", tmp_path / "one", vocab=300)
+    assert tokens.index.source == ["memory://b/texts/c.txt"]
     with pytest.raises(StrettoError, match=r"memory://b/texts/\*.md: no such file"):
         build("memory://b/texts/*.md", tmp_path / "none")
 
@@ -418,8 +418,8 @@ def test_text_that_was_written_again_is_another(
     path = RemotePath("memory://versions/a.txt", BlockCache(tmp_path, 1 << 20))
     versions = list[str]()
     for moment in ({"updated": "2026-11-01T00:00:00Z"}, {"updated": "2026-11-02T00:00:00Z"}, {}):
-        facts = remote.file_info({"size": 3, "type": "file", **moment})
-        monkeypatch.setattr(RemotePath, "stat", lambda _, facts=facts: facts)
+        info = remote.file_info({"size": 3, "type": "file", **moment})
+        monkeypatch.setattr(RemotePath, "stat", lambda _, info=info: info)
         versions.append(corpus._file(path, "a.txt").version)
     assert len(set(versions)) == 3
     assert capsys.readouterr().err.count("does not say when it changed") == 1

@@ -48,10 +48,10 @@ def test_a_rank_that_does_not_come(hung: Path, form: str) -> None:
     assert missing.missing == (2,)
     assert set(missing.waiting) == {0, 1, 3}
     assert {(wait.rank, wait.target) for wait in found.waits} == {(0, 2), (1, 2), (3, 2)}
-    said = text(found)
-    assert "rank 2 is missing in all_reduce #3 of default_pg: ranks 0, 1, 3 wait in it" in said
-    assert "rank 2 waits for no other rank; its last call was all_reduce #2 of default_pg" in said
-    assert ("at hung_jobs.py:" in said) == (form == "pickle")  # torch writes no code lines as JSON
+    report = text(found)
+    assert "rank 2 is missing in all_reduce #3 of default_pg: ranks 0, 1, 3 wait in it" in report
+    assert "rank 2 waits for no other rank; its last call was all_reduce #2 of default_pg" in report
+    assert ("at hung_jobs.py:" in report) == (form == "pickle")  # torch writes no code lines as JSON
 
 
 def test_torchs_pickles_mean_the_same_to_pythons_unpickler(hung: Path) -> None:
@@ -75,12 +75,12 @@ def test_a_chain_of_waits_ends_at_the_culprit(hung: Path) -> None:
     found = found_at(hung / "chain")
     assert found.culprits == (3,)
     assert [(wait.rank, wait.target) for wait in found.chain(0)] == [(0, 1), (1, 2), (2, 3)]
-    said = text(found)
+    report = text(found)
     assert (
         "rank 0 waits for rank 1 (all_reduce of pair0), which waits for rank 2 (all_reduce of pair1), which "
         "waits for rank 3 (all_reduce of pair2)"
-    ) in said
-    assert "rank 3 is missing in all_reduce #2 of pair2: rank 2 waits in it" in said
+    ) in report
+    assert "rank 3 is missing in all_reduce #2 of pair2: rank 2 waits in it" in report
 
 
 def test_calls_that_differ(hung: Path) -> None:
@@ -88,9 +88,9 @@ def test_calls_that_differ(hung: Path) -> None:
     assert found.verdict == "mismatch"
     (mismatch,) = found.mismatches
     assert (mismatch.odd, mismatch.about, mismatch.slip, mismatch.number) == ((1,), "operation", 1, 2)
-    said = text(found)
-    assert "ranks differ in the operation of call #2 of default_pg; rank 1 against the others:" in said
-    assert "as if rank 1 had left out one call" in said
+    report = text(found)
+    assert "ranks differ in the operation of call #2 of default_pg; rank 1 against the others:" in report
+    assert "as if rank 1 had left out one call" in report
 
 
 def test_a_circle(hung: Path) -> None:
@@ -195,11 +195,11 @@ def test_a_pipeline_waits_for_its_last_stage(tmp_path: Path) -> None:
     found = found_in(ranks, tmp_path)
     assert (found.verdict, found.culprits) == ("missing", (3,))
     assert [wait.target for wait in found.chain(0)] == [1, 2, 3]
-    said = text(found)
-    assert "rank 0 -> rank 1: receive from rank 1 in mesh_pp [8], at train.py:" in said
+    report = text(found)
+    assert "rank 0 -> rank 1: receive from rank 1 in mesh_pp [8], at train.py:" in report
     assert (
         "rank 3 waits for no other rank; its last call was receive from rank 2 in mesh_pp, at train.py:"
-        in said
+        in report
     )
 
 
@@ -324,11 +324,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found_in(ranks, tmp_path)
     (tmp_path / "notes.txt").write_text("not a dump")
     assert main.run(["diagnose", str(tmp_path), "--json"]) == 1
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["verdict"], facts["ranks"], facts["culprits"], facts["absent"]) == ("missing", 4, [3], [])
-    assert facts["missing"][0]["missing"] == [3]
-    assert facts["missing"][0]["waiting"]["0"]["place"] == "train.py:7 in step"
-    assert [(wait["rank"], wait["target"]) for wait in facts["waits"]] == [(0, 3), (1, 3), (2, 3)]
+    record = json.loads(capsys.readouterr().out)
+    assert (record["verdict"], record["ranks"], record["culprits"], record["absent"]) == (
+        "missing",
+        4,
+        [3],
+        [],
+    )
+    assert record["missing"][0]["missing"] == [3]
+    assert record["missing"][0]["waiting"]["0"]["place"] == "train.py:7 in step"
+    assert [(wait["rank"], wait["target"]) for wait in record["waits"]] == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_the_record_of_calls_that_differ_and_that_do_not_end(

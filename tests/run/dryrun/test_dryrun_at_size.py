@@ -33,11 +33,11 @@ def test_a_rank_of_the_largest_models(
     job = job_of(load_language(str(CONFIGS / f"{name}.yaml"), fewer))
     assert not problems(job)
     assert job.layout.world == ranks
-    ran, held = dry_run(job, rank, quick=True), memory_of(job)
-    said = counts(job, rank, held)
-    assert {key: count for key, count in ran.flops.items() if count} == said.flops
-    assert (ran.bytes, ran.calls) == (said.bytes, said.calls)
-    assert one_rank(held, ran.coordinates["pp"]).total == pytest.approx(ran.peak, rel=close)
+    ran, memory = dry_run(job, rank, quick=True), memory_of(job)
+    predicted = counts(job, rank, memory)
+    assert {key: count for key, count in ran.flops.items() if count} == predicted.flops
+    assert (ran.bytes, ran.calls) == (predicted.bytes, predicted.calls)
+    assert one_rank(memory, ran.coordinates["pp"]).total == pytest.approx(ran.peak, rel=close)
 
 
 @pytest.mark.parametrize("name", ["llama3.1-405b-8192gpu", "qwen3-235b-256gpu", "deepseek-v3-2048gpu"])

@@ -153,38 +153,38 @@ MEMORY = 0.06
 
 
 def described(overrides: str, **fields: Any) -> Job:
-    made: dict[str, Any] = {
+    all_sections: dict[str, Any] = {
         "model": {"layers": 2, "hidden": 64, "heads": 4, "vocab": 301},
         "data": {"sequence": 48, "vocab": 301},
         "batch": {"micro_size": 2},
         "train": {"dtype": "bfloat16", "device": "cuda"},
     }
-    for name, text in (one.split("=") for one in overrides.split()):
-        at, (*sections, field) = made, name.split(".")
+    for name, text in (override.split("=") for override in overrides.split()):
+        at, (*sections, field) = all_sections, name.split(".")
         for section in sections:
             at = at.setdefault(section, {})
         at[field] = Source("overrides").read(text)
-    made["train"] |= fields
-    layout: dict[str, int] = made.get("layout", {})
+    all_sections["train"] |= fields
+    layout: dict[str, int] = all_sections.get("layout", {})
     pipelined = "pp" in layout
-    made["model"]["layers"] = max(2, 2 * layout.get("pp", 1))
-    made["batch"].setdefault("global_size", 2 * layout.get("dp", 1) * (4 if pipelined else 2))
-    return job_of(read_section(TrainConfig, made))
+    all_sections["model"]["layers"] = max(2, 2 * layout.get("pp", 1))
+    all_sections["batch"].setdefault("global_size", 2 * layout.get("dp", 1) * (4 if pipelined else 2))
+    return job_of(read_section(TrainConfig, all_sections))
 
 
 def check(case: str) -> None:
     rank, overrides = case.split(maxsplit=1)
     job = described(overrides)
     assert not problems(job)
-    ran, held = dry_run(job, int(rank)), memory_of(job)
-    said = counts(job, ran.rank, held)
-    assert {key: count for key, count in ran.flops.items() if count} == said.flops
-    assert ran.calls == said.calls
-    assert ran.bytes == said.bytes
-    assert ran.sent == pytest.approx(said.sent, rel=1e-3)  # halves of bytes are rounded in each call
+    ran, memory = dry_run(job, int(rank)), memory_of(job)
+    predicted = counts(job, ran.rank, memory)
+    assert {key: count for key, count in ran.flops.items() if count} == predicted.flops
+    assert ran.calls == predicted.calls
+    assert ran.bytes == predicted.bytes
+    assert ran.sent == pytest.approx(predicted.sent, rel=1e-3)  # halves of bytes are rounded in each call
     # a dry run has a table of distances in every block of T5, where training has one for all
     if "server" not in case and "t5" not in case:
-        assert one_rank(held, ran.coordinates["pp"]).total == pytest.approx(ran.peak, rel=MEMORY)
+        assert one_rank(memory, ran.coordinates["pp"]).total == pytest.approx(ran.peak, rel=MEMORY)
 
 
 @pytest.mark.parametrize("case", CASES + FAMILIES + STACKS + CHUNKED)
@@ -259,22 +259,22 @@ def test_a_microbatch_more_keeps_what_was_counted(case: str) -> None:
 
 def real(job: Job) -> tuple[Counter[tuple[str, str]], int]:
     """Bytes that two steps of a real rank are about, by axes and kind, and its peak."""
-    said = Counter[tuple[str, str]]()
+    sent_bytes = Counter[tuple[str, str]]()
 
     def heard(group: Any, kind: str, size: int) -> None:
         kind = "all-gather" if kind == "re-gather" else kind
-        said[axes_of(job.layout, torch.distributed.get_process_group_ranks(group)), kind] += size
+        sent_bytes[axes_of(job.layout, torch.distributed.get_process_group_ranks(group)), kind] += size
 
     mesh = Mesh(job.layout)
     with traffic(heard):
-        return said, measure(job, mesh).peak
+        return sent_bytes, measure(job, mesh).peak
 
 
 def test_real_ranks_send_and_hold_the_same() -> None:
     job = described(f"{LLAMA} layout.tp=2 {SP}", device="cpu")
-    for rank, (said, peak) in enumerate(on_ranks(2, real, job)):
+    for rank, (sent_bytes, peak) in enumerate(on_ranks(2, real, job)):
         ran = dry_run(job, rank)
-        assert said == {key: 2 * size for key, size in ran.bytes.items()}
+        assert sent_bytes == {key: 2 * size for key, size in ran.bytes.items()}
         # gloo's threads let go of tensors a moment late, on a machine that is busy later still
         assert 0.995 * ran.peak < peak < 1.15 * ran.peak
 
@@ -284,8 +284,8 @@ def test_one_rank_of_three_thousand() -> None:
     ran = dry_run(job, 3071)
     assert ran.coordinates == {"tp": 7, "cp": 0, "dp": 95, "pp": 3}
     assert ran.calls["tp", "all-reduce"] > 0
-    said = counts(job, 3071)
-    assert ran.bytes == said.bytes
+    predicted = counts(job, 3071)
+    assert ran.bytes == predicted.bytes
 
 
 QUICK = [
@@ -307,12 +307,12 @@ def test_repeated_microbatches_count_as_if_they_were_run(case: str) -> None:
     # three of them are run, six where they come from both ends
     microbatches = 12 if job.schedule == "dualpipe" else 6
     job = replace(job, global_batch=microbatches * job.micro_batch * job.layout.dp)
-    whole, quick = dry_run(job, int(rank)), dry_run(job, int(rank), quick=True)
-    assert quick.operators < 0.65 * whole.operators
+    full, quick = dry_run(job, int(rank)), dry_run(job, int(rank), quick=True)
+    assert quick.operators < 0.65 * full.operators
     for name in ("flops", "bytes", "calls", "phases", "sent"):
-        assert getattr(quick, name) == getattr(whole, name)
+        assert getattr(quick, name) == getattr(full, name)
     # losses of repeated microbatches, 4 bytes each, are not kept
-    assert abs(quick.peak - whole.peak) <= 4 * microbatches
+    assert abs(quick.peak - full.peak) <= 4 * microbatches
     assert sum(quick.kinds.values()) == quick.peak
 
 
@@ -350,8 +350,8 @@ DEPENDING = [
 def test_where_microbatches_depend_on_those_before_them_all_are_run(overrides: str) -> None:
     job = described(f"{GPT} {overrides}")
     job = replace(job, global_batch=4 * job.micro_batch * job.layout.dp)
-    whole, quick = dry_run(job, 0), dry_run(job, 0, quick=True)
-    assert (quick.operators, quick.peak, quick.flops) == (whole.operators, whole.peak, whole.flops)
+    full, quick = dry_run(job, 0), dry_run(job, 0, quick=True)
+    assert (quick.operators, quick.peak, quick.flops) == (full.operators, full.peak, full.flops)
 
 
 def test_progress_reaches_the_end_of_both_steps() -> None:
@@ -372,9 +372,9 @@ def test_progress_reaches_the_end_of_both_steps() -> None:
 def test_weights_that_layers_gather_are_not_there_between_steps() -> None:
     job = described(f"{LLAMA} layout.dp=4 dp.mode=zero3 dp.shard_parameters=2 recompute.mode=full")
     job = replace(job, shape=replace(job.shape, layers=4))
-    ran, said = dry_run(job, 1), one_rank(memory_of(job), 0)
+    ran, predicted = dry_run(job, 1), one_rank(memory_of(job), 0)
     assert ran.peak_action.startswith("0B")
-    assert said.total == pytest.approx(ran.peak, rel=MEMORY)
+    assert predicted.total == pytest.approx(ran.peak, rel=MEMORY)
 
 
 @pytest.mark.parametrize("layout", ["layout.tp=2", "layout.dp=2 dp.mode=zero1"])

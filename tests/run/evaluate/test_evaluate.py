@@ -38,12 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, name: str, model: str) -> TrainConfig:
-    words = (SPLIT, *EVAL, "train.steps=3", "train.dtype=float64", f"run.name={name}")
-    return job(folder, *words, model=model)
+    overrides = (SPLIT, *EVAL, "train.steps=3", "train.dtype=float64", f"run.name={name}")
+    return job(folder, *overrides, model=model)
 
 
-def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    assert run(["evaluate", *map(str, words), "--json"]) == 0
+def evaluated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert run(["evaluate", *map(str, arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -98,10 +98,10 @@ def test_every_layout_gives_the_loss_of_the_plain_model(
     assert count % config.data.sequence
     assert -(-count // config.data.sequence) % config.batch.global_size, "the last batch is incomplete"
     for layout in LAYOUTS[name]:
-        facts = evaluated(capsys, config.run.folder, *layout)
-        assert (facts["tokens"], facts["split"], facts["step"]) == (count, "test", 3), layout
-        assert facts["loss"] == pytest.approx(wanted, rel=1e-12), layout
-        assert facts["perplexity"] == pytest.approx(math.exp(wanted))
+        report = evaluated(capsys, config.run.folder, *layout)
+        assert (report["tokens"], report["split"], report["step"]) == (count, "test", 3), layout
+        assert report["loss"] == pytest.approx(wanted, rel=1e-12), layout
+        assert report["perplexity"] == pytest.approx(math.exp(wanted))
 
 
 def test_float32_is_bitwise_the_same_where_microbatches_are(
@@ -121,14 +121,14 @@ def test_training_evaluates_by_the_same_path(folder: Path, capsys: pytest.Captur
     config = config_of(folder, "gpt", GPT)
     trained = next(read_lines(config.run.folder / "eval.jsonl"))
     assert trained["split"] == "valid"
-    facts = evaluated(capsys, config.run.folder, "--split", "valid")
-    assert {key: facts[key] for key in ("loss", "tokens", "text_bytes")} == {
+    report = evaluated(capsys, config.run.folder, "--split", "valid")
+    assert {key: report[key] for key in ("loss", "tokens", "text_bytes")} == {
         key: trained[key] for key in ("loss", "tokens", "text_bytes")
     }
     assert list(read_lines(config.run.folder / "eval.jsonl"))[-1]["split"] == "valid"
     first = evaluated(capsys, config.run.folder, "--split", "valid", "--limit", 1)
     assert first["tokens"] == config.batch.global_size * config.data.sequence
-    model, text = plain_model(Path(facts["checkpoint"])), tokens_of(config)
+    model, text = plain_model(Path(report["checkpoint"])), tokens_of(config)
     start = round(0.6 * text.size)
     ids = torch.from_numpy(text.tokens[start : start + first["tokens"] + 1].astype("int64"))
     windows = [w.view(-1, config.data.sequence) for w in (ids[:-1], ids[1:])]
@@ -142,17 +142,17 @@ def test_other_text_is_encoded_by_the_runs_tokenizer(
 ) -> None:
     other = folder / "other.txt"
     other.write_text("abc dëf, again: 中.\n" * 9, encoding="utf-8")
-    facts = evaluated(capsys, folder / "runs" / "llama", "--data", other)
-    assert (facts["split"], facts["data"]) == ("all", str(other))
+    report = evaluated(capsys, folder / "runs" / "llama", "--data", other)
+    assert (report["split"], report["data"]) == ("all", str(other))
     # all but the first token, which is one character of one byte
-    assert facts["text_bytes"] == len(other.read_bytes()) - 1
-    bits = facts["loss"] * facts["tokens"] / math.log(2)
-    assert facts["bits_per_byte"] == pytest.approx(bits / facts["text_bytes"])
+    assert report["text_bytes"] == len(other.read_bytes()) - 1
+    bits = report["loss"] * report["tokens"] / math.log(2)
+    assert report["bits_per_byte"] == pytest.approx(bits / report["text_bytes"])
     assert run(["data", "build", str(other), "--out", str(folder / "other"), "--vocab", "260"]) == 0
     assert run(["evaluate", str(folder / "runs" / "llama"), "--data", str(folder / "other")]) == 2
-    said = capsys.readouterr().err
-    assert "are not of the tokenizer that" in said
-    assert f"{folder / 'runs' / 'llama' / 'tokenizer.json'} encodes it" in said
+    errors = capsys.readouterr().err
+    assert "are not of the tokenizer that" in errors
+    assert f"{folder / 'runs' / 'llama' / 'tokenizer.json'} encodes it" in errors
 
 
 def test_an_imported_model_needs_no_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,40 +160,40 @@ def test_an_imported_model_needs_no_training(folder: Path, capsys: pytest.Captur
     assert run(["checkpoint", "export", str(run_folder), "--out", str(folder / "exported")]) == 0
     assert run(["checkpoint", "import", str(folder / "exported"), "--out", str(imported)]) == 0
     assert run(["evaluate", str(imported)]) == 2
-    said = capsys.readouterr().err
-    assert "data.source is REQUIRED" in said
-    assert "name it with --data" in said
+    errors = capsys.readouterr().err
+    assert "data.source is REQUIRED" in errors
+    assert "name it with --data" in errors
     text = folder / "text.txt"
-    facts = evaluated(capsys, imported, "--data", text, "--split", "test", SPLIT, "train.dtype=float64")
-    assert facts["step"] == 0
-    assert facts["loss"] == pytest.approx(evaluated(capsys, run_folder)["loss"], rel=1e-12)
-    assert list(read_lines(imported / "eval.jsonl"))[-1]["loss"] == facts["loss"]
+    report = evaluated(capsys, imported, "--data", text, "--split", "test", SPLIT, "train.dtype=float64")
+    assert report["step"] == 0
+    assert report["loss"] == pytest.approx(evaluated(capsys, run_folder)["loss"], rel=1e-12)
+    assert list(read_lines(imported / "eval.jsonl"))[-1]["loss"] == report["loss"]
 
 
 def test_adapters_are_evaluated_beside_their_base(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = f"checkpoint.resume={folder / 'runs' / 'llama' / 'checkpoints' / 'step-00000003'}"
-    words = (SPLIT, *EVAL, "train.steps=3", "train.dtype=float64", "run.name=lora", "lora.rank=2", start)
-    config = job(folder, *words, model=LLAMA)
+    overrides = (SPLIT, *EVAL, "train.steps=3", "train.dtype=float64", "run.name=lora", "lora.rank=2", start)
+    config = job(folder, *overrides, model=LLAMA)
     train(config)
     trained = list(read_lines(config.run.folder / "eval.jsonl"))[-1]["loss"]
     plain = evaluated(capsys, folder / "runs" / "llama", "--split", "valid")["loss"]
     assert abs(trained - plain) > 1e-6, "the adapters are trained"
     for layout in ((), ("layout.tp=2",)):
-        facts = evaluated(capsys, config.run.folder, "--split", "valid", *layout)
-        assert facts["loss"] == pytest.approx(trained, rel=1e-12)
+        report = evaluated(capsys, config.run.folder, "--split", "valid", *layout)
+        assert report["loss"] == pytest.approx(trained, rel=1e-12)
 
 
 def test_a_checkpoint_outside_a_run_is_evaluated_and_nothing_is_written(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "step-00000003").symlink_to(folder / "runs" / "gpt" / "checkpoints" / "step-00000003")
-    facts = evaluated(capsys, tmp_path / "step-00000003", "--limit", 1)
-    assert facts["written"] is None
+    report = evaluated(capsys, tmp_path / "step-00000003", "--limit", 1)
+    assert report["written"] is None
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000003"}
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("--split", "tests"), "split 'tests': allowed are train, valid, test, all"),
         (("data.split=9,1,0",), "the test split (data.split=9,1,0) of the"),
@@ -207,14 +207,14 @@ def test_a_checkpoint_outside_a_run_is_evaluated_and_nothing_is_written(
     ],
 )
 def test_what_cannot_be_evaluated_says_why(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    assert run(["evaluate", str(folder / "runs" / "gpt"), *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    lines = said.splitlines()
+    assert run(["evaluate", str(folder / "runs" / "gpt"), *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    lines = errors.splitlines()
     assert all(line.startswith(("error: ", "hint: ")) for line in lines)
-    assert sum(line.startswith("error: ") for line in lines) == (3 if words == ("layout.tp=3",) else 1)
+    assert sum(line.startswith("error: ") for line in lines) == (3 if arguments == ("layout.tp=3",) else 1)
 
 
 def test_a_folder_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

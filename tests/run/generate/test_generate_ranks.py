@@ -172,8 +172,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs"
 
 
-def written(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert run(["generate", *map(str, words)]) == 0
+def written(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert run(["generate", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
@@ -190,25 +190,25 @@ def test_the_command_writes_the_same_texts(runs: Path, name: str, capsys: pytest
 def test_one_text_is_streamed_and_ranks_end_together(
     runs: Path, start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(runs / "zero3"), "--prompt", "a ", "--tokens", "16"]
-    stop = ("--stop", written(capsys, *words)[8:10])
+    arguments = [str(runs / "zero3"), "--prompt", "a ", "--tokens", "16"]
+    stop = ("--stop", written(capsys, *arguments)[8:10])
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
     options = ["--tp", "2"] if start == "--tp" else []  # torchrun's ranks take all processes
     module = [*([] if options else torchrun), "stretto.cli.main"]
     done = subprocess.run(
-        [sys.executable, "-m", *module, "generate", *words, *stop, *options],
+        [sys.executable, "-m", *module, "generate", *arguments, *stop, *options],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == written(capsys, *words, *stop)
+    assert done.stdout == written(capsys, *arguments, *stop)
     assert 2 < len(done.stdout) < 12
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         (("--tp", "3"), ("--tp 3: it must divide model.heads, which is 4", "nearest: --tp 2 or 4")),
         (("--tp", "2", "--top-p", "1.5"), ("top_p 1.5 is not above 0",)),
@@ -218,18 +218,18 @@ def test_one_text_is_streamed_and_ranks_end_together(
 )
 def test_errors_come_before_any_process(
     runs: Path,
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     says: tuple[str, ...],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if "cuda" in words and torch.cuda.is_available():
+    if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr("stretto.run.train.launch.run_ranks", None)
-    assert run(["generate", str(runs / "zero3"), *words]) == 2
+    assert run(["generate", str(runs / "zero3"), *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert all(one in captured.err for one in says), captured.err
+    assert all(phrase in captured.err for phrase in says), captured.err
 
 
 def dies_later(request: GenerationJob) -> dict[str, Any]:

@@ -67,8 +67,10 @@ def test_a_preempted_job_started_again_reaches_the_same_bits(
     """
     path = job_file(tmp_path)
     settings = ["layout.dp=2", f"train.steps={STEPS}"]
-    whole, preempted = (job(tmp_path, *settings, f"run.name={name}") for name in ("whole", "preempted"))
-    train(whole)
+    uninterrupted, preempted = (
+        job(tmp_path, *settings, f"run.name={name}") for name in ("whole", "preempted")
+    )
+    train(uninterrupted)
     cluster_job = ClusterJob(
         name="preempted",
         config=str(path),
@@ -112,21 +114,21 @@ def test_a_preempted_job_started_again_reaches_the_same_bits(
         assert time.monotonic() < end
         time.sleep(0.01)
     agent.send_signal(signal.SIGTERM)
-    said = agent.communicate(timeout=PATIENCE)[0]
-    assert agent.returncode == (0 if slurm else SAVED), said
-    assert "asked to stop: saving after step" in said
+    printed = agent.communicate(timeout=PATIENCE)[0]
+    assert agent.returncode == (0 if slurm else SAVED), printed
+    assert "asked to stop: saving after step" in printed
     assert 2 <= len(losses(preempted)) < STEPS
     if slurm:
         assert (tmp_path / "scontrol.log").read_text() == "requeue 77\n"
     if again != "ranks":
         agent = start(requeues=1)
-        said = agent.communicate(timeout=PATIENCE)[0]
-        assert agent.returncode == 0, said
-        assert "resumed from" in said
+        printed = agent.communicate(timeout=PATIENCE)[0]
+        assert agent.returncode == 0, printed
+        assert "resumed from" in printed
     else:
         train(job(tmp_path, *settings, "run.name=preempted", "checkpoint.resume=auto"))
-    assert losses(preempted) == losses(whole)
-    assert same(tensors(preempted, STEPS), tensors(whole, STEPS))
+    assert losses(preempted) == losses(uninterrupted)
+    assert same(tensors(preempted, STEPS), tensors(uninterrupted, STEPS))
 
 
 def free_port() -> int:

@@ -49,8 +49,8 @@ def held_by() -> Generator[Hold]:
     started = list[subprocess.Popen[str]]()
 
     def hold(folder: Path, how: str = "lease") -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", HOLD.format(how=how), str(folder)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", HOLD.format(how=how), str(folder)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -215,7 +215,7 @@ def test_a_folder_that_is_gone_is_not_held(tmp_path: Path, how: str, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "goes"),
+    ("recorded", "environment", "goes"),
     [
         ({"job": "SLURM_JOB_ID 3"}, {"SLURM_JOB_ID": "3"}, False),  # two steps of one job
         ({"job": "SLURM_JOB_ID 3"}, {"SLURM_JOB_ID": "3", "SLURM_RESTART_COUNT": "1"}, True),
@@ -228,12 +228,12 @@ def test_a_folder_that_is_gone_is_not_held(tmp_path: Path, how: str, monkeypatch
 def test_a_job_that_is_started_again_elsewhere_goes_on_at_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    theirs: dict[str, str],
-    ours: dict[str, str],
+    recorded: dict[str, str],
+    environment: dict[str, str],
     goes: bool,
 ) -> None:
-    record(tmp_path, **theirs)
-    for name, value in ours.items():
+    record(tmp_path, **recorded)
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if goes:
         with lease(tmp_path):
@@ -250,10 +250,10 @@ def test_without_locks_the_process_decides(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fcntl, "flock", unable)
     with lease(tmp_path):
         assert f"process {os.getpid()}" in refused(tmp_path)
-        ours = json.loads((tmp_path / LEASE).read_bytes())
+        recorded = json.loads((tmp_path / LEASE).read_bytes())
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    record(tmp_path, machine=ours["machine"], process=ended.pid)
+    record(tmp_path, machine=recorded["machine"], process=ended.pid)
     with lease(tmp_path):
         pass
 
@@ -347,11 +347,11 @@ def test_imports_and_exports_write_into_no_folder_of_a_running_job(tmp_path: Pat
     held_by(run)
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     into = ["checkpoint", "import", "--out", "run"]
-    for words, says in (
+    for arguments, says in (
         ([*into, "published"], "run is in use by a job on host"),
         ([*into, "dcp", "--format", "dcp", "--model", "other/config.yaml"], "run is in use by a job on host"),
         ([*export, "run"], "run is in use by a job on host"),
         ([*export, "run", "--format", "dcp"], "run is not empty"),
     ):
-        assert says in run_here(["stretto", *words], tmp_path, code=2)
-        assert {path.name: path.read_bytes() for path in run.iterdir()} == before, words
+        assert says in run_here(["stretto", *arguments], tmp_path, code=2)
+        assert {path.name: path.read_bytes() for path in run.iterdir()} == before, arguments

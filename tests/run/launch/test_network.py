@@ -49,9 +49,9 @@ def listening(pids: list[int]) -> set[str]:
     found = set[str]()
     for table in ("/proc/net/tcp", "/proc/net/tcp6", "/proc/net/udp", "/proc/net/udp6"):
         for line in Path(table).read_text().splitlines()[1:]:
-            words = line.split()
-            if words[9] in inodes and (words[3] == _LISTEN or "udp" in table):
-                found.add(words[1].split(":")[0])
+            fields = line.split()
+            if fields[9] in inodes and (fields[3] == _LISTEN or "udp" in table):
+                found.add(fields[1].split(":")[0])
     return found
 
 
@@ -77,7 +77,7 @@ def test_no_port_listens_beyond_the_loopback_interface(tmp_path: Path, monkeypat
     monkeypatch.setattr(local._RankGroup, "watch", watch)
     train(job(tmp_path, "layout.dp=2", "train.steps=2"), at_step(2, None, keep_listening, str(tmp_path)))
     ranks = [(tmp_path / str(rank)).read_text() for rank in range(2)]
-    addresses = {one for text in [*found, *ranks] for one in text.split()}
+    addresses = {address for text in [*found, *ranks] for address in text.split()}
     assert all(ranks)
     assert found[0]
     assert addresses <= INSIDE

@@ -134,9 +134,9 @@ def test_stopping_the_driver_stops_all_nodes(tmp_path: Path) -> None:
     text = driver.communicate(timeout=60)[0]
     assert driver.returncode == 75, text
     for line in log.read_text().splitlines():
-        node, host, key, *words = line.split()
+        node, host, key, *command = line.split()
         assert (host, key) == ("10.0.0.1", "64")
-        assert f"--node-rank={node} --master-addr=10.0.0.1 --master-port=29400" in " ".join(words)
+        assert f"--node-rank={node} --master-addr=10.0.0.1 --master-port=29400" in " ".join(command)
     assert "BUNDLE = {'CPU': 3, 'GPU': 4}" in (tmp_path / "job.py").read_text()
 
 

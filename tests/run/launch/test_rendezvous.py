@@ -26,8 +26,8 @@ from stretto.run.launch.stop import Stopped
 LONG_S, SHORT_S = 60.0, 1.0
 
 
-def register(store: Any, rank: int, world: int, start_s: float = LONG_S, said: Any = None) -> str:
-    say: Callable[[str], None] = (lambda _: None) if said is None else said.append
+def register(store: Any, rank: int, world: int, start_s: float = LONG_S, messages: Any = None) -> str:
+    say: Callable[[str], None] = (lambda _: None) if messages is None else messages.append
     return registration.register(
         store, RankProcess.current(rank, world), WaitTimer(start_s, say, lambda: None)
     )
@@ -35,20 +35,20 @@ def register(store: Any, rank: int, world: int, start_s: float = LONG_S, said: A
 
 def outcomes(store: Any, ranks: list[int], world: int, start_s: float = LONG_S) -> list[str | StrettoError]:
     """What came of each, all of them at once: the name of the attempt, or an error."""
-    came = dict[int, str | StrettoError]()
+    by_place = dict[int, str | StrettoError]()
 
     def join(at: int, rank: int) -> None:
         try:
-            came[at] = register(store, rank, world, start_s)
+            by_place[at] = register(store, rank, world, start_s)
         except StrettoError as error:
-            came[at] = error
+            by_place[at] = error
 
-    threads = [Thread(target=join, args=one) for one in enumerate(ranks)]
+    threads = [Thread(target=join, args=place_and_rank) for place_and_rank in enumerate(ranks)]
     for thread in reversed(threads):
         thread.start()
     for thread in threads:
         thread.join()
-    return [came[at] for at in range(len(ranks))]
+    return [by_place[at] for at in range(len(ranks))]
 
 
 @pytest.fixture
@@ -83,14 +83,14 @@ def test_missing_ranks_are_named_on_all_ranks(quickly: None) -> None:
 
 
 def test_a_rank_that_dies_while_it_registers_hides_no_other(quickly: None) -> None:
-    store, came = HashStore(), list[Any]()
-    rank_0 = Thread(target=lambda: came.extend(outcomes(store, [0], 3, SHORT_S)))
+    store, results = HashStore(), list[Any]()
+    rank_0 = Thread(target=lambda: results.extend(outcomes(store, [0], 3, SHORT_S)))
     rank_0.start()
     first = RankProcess.read(store.get(registration.RANK_0))
     store.add(registration._registered(first.nonce), 1)  # all that rank 1 does
-    came += outcomes(store, [2], 3, SHORT_S)
+    results += outcomes(store, [2], 3, SHORT_S)
     rank_0.join()
-    assert [str(one)[:24] for one in came] == ["rank 1 of 3 has not come"] * 2
+    assert [str(result)[:24] for result in results] == ["rank 1 of 3 has not come"] * 2
 
 
 def test_a_missing_rank_0_is_named(quickly: None) -> None:
@@ -101,18 +101,18 @@ def test_a_missing_rank_0_is_named(quickly: None) -> None:
 
 def test_who_is_waited_for_is_said_meanwhile(quickly: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "NOTE_S", 0.1)
-    said = list[str]()
+    messages = list[str]()
     with pytest.raises(RanksMissing):
-        register(HashStore(), 0, 3, SHORT_S, said)
-    assert said[0].startswith("waiting for ranks 1-2 of 3; here: 0 on ")
+        register(HashStore(), 0, 3, SHORT_S, messages)
+    assert messages[0].startswith("waiting for ranks 1-2 of 3; here: 0 on ")
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 1], [0, 0, 1], [1, 0, 1, 0]])
 def test_of_two_processes_with_one_rank_one_is_refused(ranks: list[int], quickly: None) -> None:
     store, ended = HashStore(), threading.Event()
     names, errors = set[str](), list[StrettoError]()
-    for one in outcomes(store, ranks, 2):
-        names.add(one) if isinstance(one, str) else errors.append(one)
+    for result in outcomes(store, ranks, 2):
+        names.add(result) if isinstance(result, str) else errors.append(result)
     assert len(names) == 1, "the others train"
     assert len(errors) == len(ranks) - 2
     assert all("was started twice: it runs already on host" in error.message for error in errors)
@@ -153,7 +153,7 @@ def test_what_another_program_wrote_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"RANK": "2"}, "RANK is '2', and must be a whole number from 0 to 1"),
         ({"RANK": "-1"}, "RANK is '-1'"),
@@ -162,9 +162,9 @@ def test_what_another_program_wrote_is_refused() -> None:
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', and must be a whole number from 1 to 65535"),
     ],
 )
-def test_an_environment_that_describes_no_job_is_refused(changes: dict[str, str], said: str) -> None:
+def test_an_environment_that_describes_no_job_is_refused(changes: dict[str, str], message: str) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    with pytest.raises(StrettoError, match=said):
+    with pytest.raises(StrettoError, match=message):
         rendezvous.RendezvousInfo.of(environment | changes)
 
 
@@ -229,47 +229,47 @@ def join_without_torchrun(ranks: list[int], world: int, port: int, start_s: floa
     attempt, timeout = None, timedelta(seconds=LONG_S)
     try:
         attempt = rendezvous.attempt_store(start_s, timeout)
-        came = "started"
+        result = "started"
     except StrettoError as error:
-        came = error.message
-    (Path(folder) / str(at)).write_text(came)
+        result = error.message
+    (Path(folder) / str(at)).write_text(result)
     end = threading.Event()
     while len(list(Path(folder).iterdir())) < len(ranks):
         end.wait(0.02)
     if attempt is not None:
         attempt.ended.set()
-    return came
+    return result
 
 
 def test_a_rank_that_never_comes_is_named_without_torchrun(tmp_path: Path) -> None:
     arguments = ([0, 1], 3, free_port(), 2.0, str(tmp_path))
-    for came in run_ranks(2, join_without_torchrun, *arguments):
-        assert came.startswith("rank 2 of 3 has not come within 2 s (train.start_s); here: 0-1 on ")
+    for result in run_ranks(2, join_without_torchrun, *arguments):
+        assert result.startswith("rank 2 of 3 has not come within 2 s (train.start_s); here: 0-1 on ")
 
 
 def test_a_store_that_is_never_opened_is_named(tmp_path: Path) -> None:
     port = free_port()
-    (came,) = run_ranks(1, join_without_torchrun, [1], 2, port, 1.0, str(tmp_path))
-    assert came.startswith("rank 0 of 2 has not come within 1 s")
-    assert came.endswith(f"cannot reach 127.0.0.1:{port}: Connection refused")
+    (result,) = run_ranks(1, join_without_torchrun, [1], 2, port, 1.0, str(tmp_path))
+    assert result.startswith("rank 0 of 2 has not come within 1 s")
+    assert result.endswith(f"cannot reach 127.0.0.1:{port}: Connection refused")
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 1], [0, 1, 0]])
 def test_a_rank_is_started_twice_without_torchrun(ranks: list[int], tmp_path: Path) -> None:
     arguments = (ranks, 2, free_port(), LONG_S, str(tmp_path))
-    came = sorted(run_ranks(3, join_without_torchrun, *arguments))
-    assert came[1:] == ["started", "started"]
-    assert came[0].startswith(f"rank {ranks[2]} was started twice: it runs already on host ")
+    results = sorted(run_ranks(3, join_without_torchrun, *arguments))
+    assert results[1:] == ["started", "started"]
+    assert results[0].startswith(f"rank {ranks[2]} was started twice: it runs already on host ")
 
 
 def test_a_port_of_another_program_is_named(tmp_path: Path) -> None:
     listener = _listen(0)
     port = listener.getsockname()[1]
     try:
-        (came,) = run_ranks(1, join_without_torchrun, [0], 2, port, 1.0, str(tmp_path))
+        (result,) = run_ranks(1, join_without_torchrun, [0], 2, port, 1.0, str(tmp_path))
     finally:
         listener.close()
-    assert came.endswith(f"another program has port {port}")
+    assert result.endswith(f"another program has port {port}")
 
 
 def leave_late(_: Any) -> None:

@@ -24,14 +24,14 @@ from stretto.run.launch.stop import Stopped, StopRequest
 @pytest.fixture(autouse=True)
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each wait would have been."""
-    made = list[float]()
+    seconds_waited = list[float]()
 
     def wait(seconds: float, stop: StopRequest) -> None:
-        made.append(seconds)
+        seconds_waited.append(seconds)
         stop.check()
 
     monkeypatch.setattr(restart, "_wait", wait)
-    return made
+    return seconds_waited
 
 
 def died(rank: int = 1, message: str = "was killed by SIGKILL") -> RankFailed:
@@ -79,7 +79,7 @@ def job(
 def test_a_job_goes_on_until_it_succeeds() -> None:
     result, told = job(died(), raised(0, "step 3: NaN"), "done", saved=lambda number: 2 * (number - 1))
     assert result == "done"
-    assert [(one.number, one.step, one.saved) for one in told] == [(1, 2, 0), (2, 3, 2)]
+    assert [(restart.number, restart.step, restart.saved) for restart in told] == [(1, 2, 0), (2, 3, 2)]
     assert told[0].text == (
         "restart 1 of 9: rank 1 was killed by SIGKILL in step 2; continuing from the start in 0.5 s"
     )
@@ -141,7 +141,7 @@ def test_a_rank_that_is_lost_while_the_job_starts_is_no_sign_of_a_cause() -> Non
     )
     assert result == "done"
     assert "rank 1 was killed by SIGKILL while the job started; continuing from the start" in told[0].text
-    assert [one.step for one in told] == [None] * 7
+    assert [restart.step for restart in told] == [None] * 7
     with pytest.raises(RankFailed, match="the second time in a row while the job started"):
         job(raised(0, "no such file"), raised(1, "no such file"), "done", begun=False)
     with pytest.raises(RankFailed, match="while the job started, after 2 restarts"):

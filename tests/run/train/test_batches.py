@@ -59,8 +59,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What is done for a device that has streams and is none, and by which thread."""
     done = list[tuple[str, str]]()
 
-    def noted(what: str, tensor: Tensor) -> Tensor:
-        done.append((what, threading.current_thread().name))
+    def noted(step: str, tensor: Tensor) -> Tensor:
+        done.append((step, threading.current_thread().name))
         return tensor
 
     monkeypatch.setattr(batches, "has_streams", lambda device: device.type == "cuda")
@@ -86,8 +86,8 @@ def test_what_is_read_ahead_for_a_gpu_is_pinned_and_copied_by_the_thread(
         assert batch.begins is not None
     ahead.close()
     ahead._ahead._thread.shutdown(wait=True)  # what it notes later would be another test's
-    threads = {thread.startswith("read-ahead") for what, thread in steps[6:]}
-    assert {what for what, _ in steps} == {"pinned", "copied"}
+    threads = {thread.startswith("read-ahead") for step, thread in steps[6:]}
+    assert {step for step, _ in steps} == {"pinned", "copied"}
     assert threads == {True}, "all but the first"
 
 

@@ -34,17 +34,17 @@ SKIP = ("guard.on_nonfinite=skip", "checkpoint.every=2", "checkpoint.keep=9")
 
 
 @pytest.mark.parametrize(
-    ("layout", "what", "rank"),
+    ("layout", "target", "rank"),
     [
         (("layout.dp=2", "dp.mode=zero2"), "gradient", 1),
         (("layout.pp=2", "optim.clip=null"), "loss", 1),
     ],
 )
 def test_a_skipped_step_leaves_every_weight_and_state(
-    folder: Path, layout: tuple[str, ...], what: str, rank: int
+    folder: Path, layout: tuple[str, ...], target: str, rank: int
 ) -> None:
-    config = job(folder, *layout, *SKIP, f"run.name=skip-{what}", "train.steps=4")
-    train(config, plant(3, rank, what))
+    config = job(folder, *layout, *SKIP, f"run.name=skip-{target}", "train.steps=4")
+    train(config, plant(3, rank, target))
     rows = list(read_lines(config.run.folder / "metrics.jsonl"))
     assert [row["bad"] is not None for row in rows] == [False, False, True, False]
     (event,) = events(config)
@@ -52,19 +52,19 @@ def test_a_skipped_step_leaves_every_weight_and_state(
     assert event["action"] == "skip"
     assert event["samples"] == [8, 12]
     # as if the run had never had the samples: the third step's updates are those of the fourth batch
-    again = job(folder, *layout, *SKIP, f"run.name=again-{what}", "train.steps=4")
+    again = job(folder, *layout, *SKIP, f"run.name=again-{target}", "train.steps=4")
     train(again, plant(3, None, "no update"))
     assert same(tensors(config, 4), tensors(again, 4))
 
 
 def test_a_run_that_goes_on_behind_a_skipped_step_has_the_same_bits(folder: Path) -> None:
     layout = ("layout.dp=2", *SKIP, "optim.rate.decay_steps=6")
-    whole = job(folder, *layout, "run.name=whole")
-    train(whole, plant(3, 0, "loss"))
+    reference = job(folder, *layout, "run.name=whole")
+    train(reference, plant(3, 0, "loss"))
     parts = job(folder, *layout, "run.name=parts", "train.steps=4")
     train(parts, plant(3, 0, "loss"))
     train(job(folder, *layout, "run.name=parts", "checkpoint.resume=auto"))
-    assert same(tensors(whole, 6), tensors(parts, 6))
+    assert same(tensors(reference, 6), tensors(parts, 6))
     manifest = json.loads((parts.run.folder / "checkpoints/step-00000006/manifest.json").read_text())
     assert manifest["meta"]["skipped"] == [[8, 12]]
     assert manifest["meta"]["updates"] == 5
@@ -79,7 +79,9 @@ def test_a_rollback_goes_on_behind_the_samples_of_the_bad_step(folder: Path) -> 
     config = job(folder, *back, "run.name=back")
     train(config, plant(4, 1, "weight"), keep_samples(str(seen)), keep_notes(str(notes)))
     steps = [json.loads(line) for line in seen.read_text().splitlines()]
-    ledger = {step: sorted({i for at, ours in steps for i in ours if at == step}) for step in range(1, 7)}
+    ledger = {
+        step: sorted({i for at, indices in steps for i in indices if at == step}) for step in range(1, 7)
+    }
     assert list(losses(config)) == [1, 2, 3, 4, 5, 6]
     assert ledger[6] == [
         28,

@@ -27,8 +27,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "hooks"
 COMMON = ("layout.dp=2", "train.steps=6", "checkpoint.every=2", "eval.every=2", "sample.tokens=0")
 
 
-def hooked(folder: Path, *references: str, words: tuple[str, ...] = ()) -> tuple[str, ...]:
-    return (*COMMON, f"train.hooks=[{', '.join(references)}]", *words)
+def hooked(folder: Path, *references: str, overrides: tuple[str, ...] = ()) -> tuple[str, ...]:
+    return (*COMMON, f"train.hooks=[{', '.join(references)}]", *overrides)
 
 
 def write(path: Path, text: str) -> Path:
@@ -50,7 +50,7 @@ def test_the_examples(tmp_path: Path) -> None:
     )
     references = [f"{stopping}:Impatient", f"{EXAMPLES / 'layer_norms.py'}:before_update"]
     references.append(f"{EXAMPLES / 'weights_ema.py'}:WeightsEMA")
-    config = job(tmp_path, *hooked(tmp_path, *references, words=("layout.pp=2", "train.steps=8")))
+    config = job(tmp_path, *hooked(tmp_path, *references, overrides=("layout.pp=2", "train.steps=8")))
     outcome = run_job(LANGUAGE, config, quiet=True).outcome
     assert outcome is not None
     assert (outcome["step"], outcome["stopped"]) == (7, False), "worse at 6, agreed in step 7"
@@ -110,8 +110,8 @@ def test_every_rank_calls_them_and_one_may_end_the_run(tmp_path: Path, kind: str
     if kind == "language":
         config, of_kind = job(tmp_path, *hooked(tmp_path, f"{file}:Calls")), LANGUAGE
     else:
-        words = ("train.steps=6", "checkpoint.every=2", "eval.every=2", f"train.hooks=[{file}:Calls]")
-        config, of_kind = load_config(str(job_file(tmp_path)), [*words, "layout.ranks=2"]), RECOMMENDER
+        overrides = ("train.steps=6", "checkpoint.every=2", "eval.every=2", f"train.hooks=[{file}:Calls]")
+        config, of_kind = load_config(str(job_file(tmp_path)), [*overrides, "layout.ranks=2"]), RECOMMENDER
     outcome = run_job(of_kind, config, quiet=True).outcome
     assert outcome is not None
     assert (outcome["step"], outcome["stopped"]) == (3, False)

@@ -46,26 +46,26 @@ def body(path: Path) -> dict[str, Any]:
 
 
 def test_the_config_describes_the_imported_model(source: Path, tmp_path: Path) -> None:
-    made = import_model(source, tmp_path / "run")
-    config = load(made.config, ["data.source=text"])
+    imported = import_model(source, tmp_path / "run")
+    config = load(imported.config, ["data.source=text"])
     want = shape_from_huggingface(body(source / "config.json"))
-    assert made.shape == config.shape() == want
+    assert imported.shape == config.shape() == want
     assert want.rope is not None
     assert (config.model.rope_theta, config.model.rope.type, config.model.rope.factor) == (5e5, "llama3", 8.0)
-    assert config.train.dtype == made.dtype == "bfloat16"
+    assert config.train.dtype == imported.dtype == "bfloat16"
     assert config.data.sequence == 256
     assert config.run.name == "run-tuned"
-    assert Path(config.checkpoint.resume) == made.checkpoint
+    assert Path(config.checkpoint.resume) == imported.checkpoint
     assert config.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
     for name in KEPT:
         assert (tmp_path / "run" / name).read_bytes() == (source / name).read_bytes()
     with pytest.raises(StrettoError, match=r"data\.source"):
-        check_required(load(made.config))
+        check_required(load(imported.config))
 
 
 def test_the_printed_command_trains_and_the_result_goes_out_whole(source: Path, tmp_path: Path) -> None:
-    said = run_here(["stretto", "checkpoint", "import", str(source), "--out", "runs/it"], tmp_path)
-    command = shlex.split(said.partition("next:\n")[2])
+    printed = run_here(["stretto", "checkpoint", "import", str(source), "--out", "runs/it"], tmp_path)
+    command = shlex.split(printed.partition("next:\n")[2])
     assert command[:2] == ["stretto", "train"]
     write_text(tmp_path / "text.txt")
     small = [word.replace("python-stdlib", "text.txt") for word in command]
@@ -76,8 +76,11 @@ def test_the_printed_command_trains_and_the_result_goes_out_whole(source: Path, 
     export = ["stretto", "checkpoint", "export", "runs/it-tuned", "--out", "out", "--dtype", "bfloat16"]
     written = json.loads(run_here([*export, "--json"], tmp_path))
     assert sorted(written["files"]) == sorted(f"out/{path.name}" for path in (tmp_path / "out").iterdir())
-    theirs, ours = body(source / "config.json"), body(tmp_path / "out" / "config.json")
-    assert all(ours[name] == theirs[name] for name in (*IDS, "rope_parameters", "rms_norm_eps", "dtype"))
+    source_config, exported_config = body(source / "config.json"), body(tmp_path / "out" / "config.json")
+    assert all(
+        exported_config[name] == source_config[name]
+        for name in (*IDS, "rope_parameters", "rms_norm_eps", "dtype")
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model.dtype, model.generation_config.top_p) == (torch.bfloat16, 0.9)
     assert model.generation_config.eos_token_id == [1, 2]
@@ -103,23 +106,23 @@ def test_import_and_export_bring_back_the_same_bits(source: Path, tmp_path: Path
 
 
 def test_json_has_the_same_facts(source: Path, tmp_path: Path) -> None:
-    said = json.loads(
+    report = json.loads(
         run_here(["stretto", "checkpoint", "import", str(source), "--out", "run", "--json"], tmp_path)
     )
-    assert said["path"] == "run/checkpoints/step-00000000"
-    assert said["config"] == "run/config.yaml"
-    assert said["next"] == "stretto train run/config.yaml data.source=python-stdlib"
-    assert (said["dtype"], said["bytes"]) == ("bfloat16", 2 * said["parameters"])
-    assert (said["tokenizer"], said["notes"]) == ("run/tokenizer.json", [])
+    assert report["path"] == "run/checkpoints/step-00000000"
+    assert report["config"] == "run/config.yaml"
+    assert report["next"] == "stretto train run/config.yaml data.source=python-stdlib"
+    assert (report["dtype"], report["bytes"]) == ("bfloat16", 2 * report["parameters"])
+    assert (report["tokenizer"], report["notes"]) == ("run/tokenizer.json", [])
 
 
 def test_a_run_of_our_own_goes_out_with_its_tokenizer(tmp_path: Path) -> None:
     """A byte-level BPE that training made needs no file that only Hugging Face writes."""
     write_text(tmp_path / "text.txt")
-    words = "data.source=text.txt data.vocab=300"
+    overrides = "data.source=text.txt data.vocab=300"
     (tmp_path / "job.yaml").write_text("model: {family: llama, layers: 1, hidden: 16, heads: 2}\n")
     short = "train.steps=1 data.sequence=16 batch.global_size=2 batch.micro_size=2 sample.tokens=0"
-    run_here(["stretto", "train", "job.yaml", *words.split(), *short.split()], tmp_path)
+    run_here(["stretto", "train", "job.yaml", *overrides.split(), *short.split()], tmp_path)
     run_here(["stretto", "checkpoint", "export", "runs/job", "--out", "out"], tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer("some words")["input_ids"]) == "some words"
@@ -133,48 +136,48 @@ def test_a_run_of_our_own_goes_out_with_its_tokenizer(tmp_path: Path) -> None:
 def test_training_with_another_tokenizer_is_refused(source: Path, tmp_path: Path) -> None:
     run_here(["stretto", "checkpoint", "import", str(source), "--out", "run"], tmp_path)
     write_text(tmp_path / "text.txt")
-    words = ["run/config.yaml", "data.source=text.txt", "data.tokenizer=null", "data.vocab=384"]
-    said = run_here(["stretto", "train", *words, "train.steps=1"], tmp_path, code=2)
-    assert "another tokenizer" in said or "data's tokenizer has" in said
+    arguments = ["run/config.yaml", "data.source=text.txt", "data.tokenizer=null", "data.vocab=384"]
+    errors = run_here(["stretto", "train", *arguments, "train.steps=1"], tmp_path, code=2)
+    assert "another tokenizer" in errors or "data's tokenizer has" in errors
 
 
 def test_another_architecture_is_refused(source: Path, tmp_path: Path) -> None:
     run_here(["stretto", "checkpoint", "import", str(source), "--out", "run"], tmp_path)
     write_text(tmp_path / "text.txt")
-    words = ["run/config.yaml", "data.source=text.txt", "model.rope.factor=4", "train.steps=1"]
-    said = run_here(["stretto", "train", *words], tmp_path, code=2)
-    assert "its rope.factor is 8.0, the config's is 4.0" in said
-    assert "model.rope.factor=8.0" in said
+    arguments = ["run/config.yaml", "data.source=text.txt", "model.rope.factor=4", "train.steps=1"]
+    errors = run_here(["stretto", "train", *arguments], tmp_path, code=2)
+    assert "its rope.factor is 8.0, the config's is 4.0" in errors
+    assert "model.rope.factor=8.0" in errors
 
 
 class TestWhatMayBeMissing:
     def test_without_a_tokenizer(self, source: Path, tmp_path: Path) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (source / name).unlink()
-        made = import_model(source, tmp_path / "run")
-        assert made.tokenizer is None
-        assert any("has no tokenizer.json" in note for note in made.notes)
-        assert load(made.config).data.tokenizer is None
+        imported = import_model(source, tmp_path / "run")
+        assert imported.tokenizer is None
+        assert any("has no tokenizer.json" in note for note in imported.notes)
+        assert load(imported.config).data.tokenizer is None
 
     def test_a_broken_tokenizer(self, source: Path, tmp_path: Path) -> None:
         (source / "tokenizer.json").write_text("{}")
-        made = import_model(source, tmp_path / "run")
-        assert made.tokenizer is None
-        assert any("tokenizer is left out" in note for note in made.notes)
+        imported = import_model(source, tmp_path / "run")
+        assert imported.tokenizer is None
+        assert any("tokenizer is left out" in note for note in imported.notes)
 
     def test_without_generation_settings_the_ids_are_those_of_the_config(
         self, source: Path, tmp_path: Path
     ) -> None:
         (source / "generation_config.json").unlink()
         import_model(source, tmp_path / "run")
-        made = body(tmp_path / "run" / "generation_config.json")
-        assert (made["bos_token_id"], made["eos_token_id"]) == (0, [1, 2])
+        generation = body(tmp_path / "run" / "generation_config.json")
+        assert (generation["bos_token_id"], generation["eos_token_id"]) == (0, [1, 2])
 
     def test_a_key_that_is_not_known_is_said(self, source: Path, tmp_path: Path) -> None:
         config = body(source / "config.json")
         (source / "config.json").write_text(json.dumps({**config, "sideways_attention": True}))
-        made = import_model(source, tmp_path / "run")
-        assert any("sideways_attention" in note for note in made.notes)
+        imported = import_model(source, tmp_path / "run")
+        assert any("sideways_attention" in note for note in imported.notes)
 
 
 def test_a_failed_import_leaves_nothing(source: Path, tmp_path: Path) -> None:
@@ -195,8 +198,8 @@ def test_a_failed_import_leaves_nothing(source: Path, tmp_path: Path) -> None:
 
 
 def test_the_weights_are_those_of_the_folder(source: Path, tmp_path: Path) -> None:
-    made = import_model(source, tmp_path / "run")
+    imported = import_model(source, tmp_path / "run")
     plain = import_huggingface(source, tmp_path / "plain")
-    ours, theirs = read_whole(made.checkpoint)[0], read_whole(plain)[0]
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+    imported_weights, expected = read_whole(imported.checkpoint)[0], read_whole(plain)[0]
+    assert imported_weights.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in imported_weights.items())

@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 def record(step: int, **changes: Any) -> StepRecord:
-    facts: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "step": step,
         "loss": 8.0 - step / 100,
         "grad_norm": 1.234,
@@ -28,7 +28,7 @@ def record(step: int, **changes: Any) -> StepRecord:
         "tokens_per_s": 12345.4,
         "step_time_s": 0.33,
     }
-    return StepRecord(**(facts | changes))
+    return StepRecord(**(fields | changes))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

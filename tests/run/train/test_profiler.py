@@ -41,12 +41,12 @@ def losses(run: Path) -> list[float]:
 
 
 def test_each_rank_writes_the_wanted_steps_with_their_phases_and_actions(tmp_path: Path):
-    words = ("layout.pp=2", "schedule.name=1f1b", "train.steps=4", "sample.tokens=0")
-    plain = job(tmp_path, *words, "run.name=plain", model=LLAMA)
+    overrides = ("layout.pp=2", "schedule.name=1f1b", "train.steps=4", "sample.tokens=0")
+    plain = job(tmp_path, *overrides, "run.name=plain", model=LLAMA)
     train(plain)
     assert not (plain.run.folder / "profile").exists()
     chosen = ("metrics.profile=[2, 3]", "metrics.profile_memory=[1]", "run.name=profiled")
-    config = job(tmp_path, *words, *chosen, model=LLAMA)
+    config = job(tmp_path, *overrides, *chosen, model=LLAMA)
     train(config)
     assert losses(config.run.folder) == losses(plain.run.folder)
     files = profiles(config.run.folder)
@@ -68,8 +68,8 @@ def test_each_rank_writes_the_wanted_steps_with_their_phases_and_actions(tmp_pat
 
 
 def test_an_asynchronous_schedule_is_profiled(tmp_path: Path):
-    words = ("layout.pp=2", "schedule.name=pipedream", "optim.clip=null", "train.steps=5")
-    config = job(tmp_path, *words, "sample.tokens=0", "metrics.profile=[2, 3]", model=LLAMA)
+    overrides = ("layout.pp=2", "schedule.name=pipedream", "optim.clip=null", "train.steps=5")
+    config = job(tmp_path, *overrides, "sample.tokens=0", "metrics.profile=[2, 3]", model=LLAMA)
     train(config)
     for events in profiles(config.run.folder).values():
         assert steps(events) == ["step 2", "step 3"]
@@ -77,13 +77,13 @@ def test_an_asynchronous_schedule_is_profiled(tmp_path: Path):
 
 
 def test_a_resumed_run_profiles_the_steps_that_it_makes(tmp_path: Path):
-    words = ("train.steps=4", "sample.tokens=0", "checkpoint.every=2", "metrics.profile=[2, 3]")
-    whole = job(tmp_path, *words, model=LLAMA)
-    train(whole)
-    (old,) = (whole.run.folder / "profile").iterdir()
+    overrides = ("train.steps=4", "sample.tokens=0", "checkpoint.every=2", "metrics.profile=[2, 3]")
+    uninterrupted = job(tmp_path, *overrides, model=LLAMA)
+    train(uninterrupted)
+    (old,) = (uninterrupted.run.folder / "profile").iterdir()
     old.unlink()
-    checkpoint = whole.run.folder / "checkpoints" / "step-00000002"
-    resumed = job(tmp_path, *words, f"checkpoint.resume={checkpoint}", "run.name=resumed", model=LLAMA)
+    checkpoint = uninterrupted.run.folder / "checkpoints" / "step-00000002"
+    resumed = job(tmp_path, *overrides, f"checkpoint.resume={checkpoint}", "run.name=resumed", model=LLAMA)
     train(resumed)
     assert list(profiles(resumed.run.folder)) == ["rank-00000.steps-3-3.json.gz"]
     task: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -110,7 +110,7 @@ def test_devices_are_named_by_their_rank():
 
 
 @pytest.mark.parametrize(
-    ("words", "rule", "fix"),
+    ("overrides", "rule", "fix"),
     [
         (["metrics.profile=[7, 9]"], "the run ends after step 8", "metrics.profile=[6,8]"),
         (["metrics.profile=[3, 2]"], "a step from 1 on", "metrics.profile=[10,13]"),
@@ -119,8 +119,10 @@ def test_devices_are_named_by_their_rank():
         (["metrics.profile=[2]", "metrics.profile_memory=[1]"], "there is no rank 1", "profile_memory=[0]"),
     ],
 )
-def test_steps_and_ranks_that_do_not_exist_are_refused(tmp_path: Path, words: list[str], rule: str, fix: str):
-    config = job(tmp_path, "train.steps=8", *words, model=LLAMA)
+def test_steps_and_ranks_that_do_not_exist_are_refused(
+    tmp_path: Path, overrides: list[str], rule: str, fix: str
+):
+    config = job(tmp_path, "train.steps=8", *overrides, model=LLAMA)
     (problem,) = find_problems(config)
     assert rule in problem.message
     assert problem.fix is not None

@@ -65,8 +65,8 @@ def gradient_bytes(mode: str) -> dict[str, tuple[int, int]]:
 
     def measure(when: str) -> None:
         tensors = ([g.flat for g in gradients], [g.accumulated for g in gradients])
-        whole, part = (sum(t.untyped_storage().nbytes() for t in of if t is not None) for of in tensors)
-        measured.setdefault(when, (whole, part))  # of a step of two microbatches: in the first backward
+        full, part = (sum(t.untyped_storage().nbytes() for t in of if t is not None) for of in tensors)
+        measured.setdefault(when, (full, part))  # of a step of two microbatches: in the first backward
 
     measure("start")
     random_step_done(replica, 0)
@@ -84,11 +84,11 @@ def gradient_bytes(mode: str) -> dict[str, tuple[int, int]]:
 def test_whole_gradients_and_parts_of_them_take_turns(mode: str) -> None:
     """The part exists from the reduction to the next step, the whole from the backward to the reduction."""
     for measured in on_ranks(2, gradient_bytes, mode):
-        whole, part = measured["all"]
+        full, part = measured["all"]
         assert measured["start"] == (0, 0)
         assert measured["after a step"] == (0, part)
         assert measured["backward"][1] == 0
-        assert 0 < measured["backward"][0] <= whole
+        assert 0 < measured["backward"][0] <= full
 
 
 def trained(place: Any, path: str | None) -> dict[str, list[float]]:

@@ -53,18 +53,18 @@ def copied(config: TrainConfig, name: str, folder: Path, *overrides: str, model:
 @pytest.mark.parametrize("layout", [(), pytest.param(TP2, marks=pytest.mark.slow), PP2_DP2])
 def test_resuming_on_the_same_layout_is_bitwise_equal(folder: Path, layout: Layout) -> None:
     name = "-".join(layout) or "single"
-    whole = job(folder, *layout, f"run.name=whole-{name}")
+    uninterrupted = job(folder, *layout, f"run.name=whole-{name}")
     parts = job(folder, *layout, f"run.name=parts-{name}")
-    assert train(whole)["stopped"] is False
+    assert train(uninterrupted)["stopped"] is False
     outcome = train(parts, STOP_AT_3)
     assert (outcome["stopped"], outcome["step"]) == (True, 3)
     outcome = train(job(folder, *layout, f"run.name=parts-{name}", "checkpoint.resume=auto"))
     assert (outcome["stopped"], outcome["step"]) == (False, 6)
-    assert same(tensors(whole, 6), tensors(parts, 6))
-    assert losses(whole) == losses(parts)
-    states = [key for key in tensors(whole, 6) if key.startswith("optim.exp_avg_sq.")]
+    assert same(tensors(uninterrupted, 6), tensors(parts, 6))
+    assert losses(uninterrupted) == losses(parts)
+    states = [key for key in tensors(uninterrupted, 6) if key.startswith("optim.exp_avg_sq.")]
     assert states
-    assert len([key for key in tensors(whole, 6) if key.startswith("model.")]) == len(states)
+    assert len([key for key in tensors(uninterrupted, 6) if key.startswith("model.")]) == len(states)
 
 
 def test_states_of_generators_in_a_checkpoint_come_from_the_seed(folder: Path) -> None:
@@ -126,9 +126,9 @@ def test_resuming_on_another_layout_continues_the_same_losses(
     """Ordered pairs of layouts, of a Llama with grouped heads: tp=4 copies key and value heads."""
     folder = tmp_path
     overrides = (f"train.dtype={dtype}",)
-    whole = job(folder, *overrides, f"run.name=whole-{dtype}", model=LLAMA)
-    train(whole)
-    expected = losses(whole)
+    uninterrupted = job(folder, *overrides, f"run.name=whole-{dtype}", model=LLAMA)
+    train(uninterrupted)
+    expected = losses(uninterrupted)
     for i, (first, others) in enumerate(pairs.items()):
         start = job(folder, *overrides, *first, f"run.name={dtype}-{i}", model=LLAMA)
         assert train(start, STOP_AT_3)["step"] == 3
@@ -145,8 +145,8 @@ def test_resuming_on_another_layout_continues_the_same_losses(
 def test_resuming_in_any_data_parallel_mode_continues_the_same_losses(folder: Path) -> None:
     """A run whose data-parallel mode changes at every stop, beside one that never stops."""
     overrides = ("train.dtype=float64",)
-    whole = job(folder, *overrides, "run.name=whole-shared", model=LLAMA)
-    train(whole)
+    uninterrupted = job(folder, *overrides, "run.name=whole-shared", model=LLAMA)
+    train(uninterrupted)
     for stop, sharing in (
         (2, ("dp.mode=zero3", *PP2_DP2)),
         (4, ("dp.mode=zero2", "layout.dp=4", "dp.shard_states=2", "dp.offload=cpu")),
@@ -155,24 +155,24 @@ def test_resuming_in_any_data_parallel_mode_continues_the_same_losses(folder: Pa
         on = () if stop is None else (at_step(stop, 0, send_self, signal.SIGTERM),)
         parts = job(folder, *overrides, *sharing, "run.name=shared", "checkpoint.resume=auto", model=LLAMA)
         assert train(parts, *on)["step"] == (stop or 6)
-    resumed, expected = losses(parts), losses(whole)
+    resumed, expected = losses(parts), losses(uninterrupted)
     assert resumed.keys() == expected.keys()
     assert [resumed[step] for step in resumed] == pytest.approx(
         [expected[step] for step in resumed], rel=1e-12
     )
-    ours, theirs = tensors(parts, 6), tensors(whole, 6)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
+    resumed_tensors, expected_tensors = tensors(parts, 6), tensors(uninterrupted, 6)
+    assert resumed_tensors.keys() == expected_tensors.keys()
+    for name, tensor in expected_tensors.items():
         if not name.startswith("per_rank"):
-            torch.testing.assert_close(ours[name], tensor, rtol=1e-8, atol=1e-12, msg=name)
+            torch.testing.assert_close(resumed_tensors[name], tensor, rtol=1e-8, atol=1e-12, msg=name)
 
 
 def test_resuming_with_weights_of_another_type_keeps_the_masters(folder: Path) -> None:
     """A checkpoint has the optimiser's own values, whatever the weights are rounded to."""
     start = job(folder, "run.name=types", "train.dtype=bfloat16", "dp.mode=zero3", *DP2, model=LLAMA)
     assert train(start, STOP_AT_3)["step"] == 3
-    kept = {name: t.dtype for name, t in tensors(start, 3).items() if not name.startswith("per_rank")}
-    assert set(kept.values()) == {torch.float32}
+    dtypes = {name: t.dtype for name, t in tensors(start, 3).items() if not name.startswith("per_rank")}
+    assert set(dtypes.values()) == {torch.float32}
     rest = job(folder, "run.name=types", "checkpoint.resume=auto", *TP2, model=LLAMA)
     assert train(rest)["step"] == 6
     by_step = losses(rest)
@@ -239,9 +239,9 @@ def resume_at(config: TrainConfig, path: Path) -> Any:
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(folder: Path, tmp_path: Path) -> None:
     overrides = ("checkpoint.every=2", "checkpoint.keep=null", *PP2)
-    whole = job(folder, *overrides, "run.name=undamaged")
-    train(whole)
-    damaged = copied(whole, "damaged", folder, *overrides, model=GPT)
+    undamaged = job(folder, *overrides, "run.name=undamaged")
+    train(undamaged)
+    damaged = copied(undamaged, "damaged", folder, *overrides, model=GPT)
     newest = damaged.run.folder / "checkpoints" / "step-00000006"
     shard = newest / "shard-00001.safetensors"
     data = bytearray(shard.read_bytes())
@@ -255,8 +255,8 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(folder: Path, tmp_path: 
     assert lines[0].startswith("checkpoint step-00000006 is damaged: file shard-00001.safetensors: crc32 is")
     assert lines[0].endswith("falling back to step-00000004")
     assert lines[1].endswith("step-00000004 at step 4")
-    assert losses(damaged) == losses(whole)
-    assert same(tensors(damaged, 6), tensors(whole, 6))
+    assert losses(damaged) == losses(undamaged)
+    assert same(tensors(damaged, 6), tensors(undamaged, 6))
 
 
 def test_when_no_checkpoint_is_whole_the_run_does_not_start_over(folder: Path) -> None:

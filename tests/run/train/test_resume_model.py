@@ -92,9 +92,9 @@ def test_what_computes_the_same_may_be_said_in_another_way() -> None:
     same = replace(PLAIN, attention=AttentionShape(qkv_bias=False, query_scale=float(PLAIN.head_dim)))
     assert same != PLAIN
     assert not differing(PLAIN, same)
-    one = replace(PLAIN, attention=AttentionShape(window=4, full_every=7))  # beyond the last layer
-    assert not differing(one, replace(PLAIN, attention=AttentionShape(window=4)))
-    assert set(differing(one, replace(PLAIN, attention=AttentionShape(window=4, full_every=2)))) == {
+    windowed = replace(PLAIN, attention=AttentionShape(window=4, full_every=7))  # beyond the last layer
+    assert not differing(windowed, replace(PLAIN, attention=AttentionShape(window=4)))
+    assert set(differing(windowed, replace(PLAIN, attention=AttentionShape(window=4, full_every=2)))) == {
         "attention.full_every"
     }
 
@@ -119,7 +119,7 @@ class Text:
     fingerprint = "same"
 
 
-def check(tmp_path: Path, theirs: ModelShape, *overrides: str) -> None:
+def check(tmp_path: Path, saved: ModelShape, *overrides: str) -> None:
     """Compare a checkpoint of the model with the config."""
     path = tmp_path / "step-00000000"
     path.mkdir()
@@ -132,7 +132,7 @@ def check(tmp_path: Path, theirs: ModelShape, *overrides: str) -> None:
         stretto="",
         torch="",
         files={INDEX: write_index(path, {})},
-        meta={"step": 0, "samples": 0, "tokens": 0, "model": shape_to_record(theirs)},
+        meta={"step": 0, "samples": 0, "tokens": 0, "model": shape_to_record(saved)},
     )
     write_manifest(path, manifest)
     config = config_of(*overrides)
@@ -144,7 +144,7 @@ PLAIN = config_of().shape()
 
 
 @pytest.mark.parametrize(
-    ("theirs", "says", "hint"),
+    ("changes", "says", "hint"),
     [
         (
             {"rope_theta": 5e5},
@@ -166,24 +166,24 @@ PLAIN = config_of().shape()
     ],
 )
 def test_the_field_both_values_and_the_fix_are_named(
-    tmp_path: Path, theirs: dict[str, Any], says: str, hint: str
+    tmp_path: Path, changes: dict[str, Any], says: str, hint: str
 ) -> None:
     with pytest.raises(StrettoError) as caught:
-        check(tmp_path, replace(PLAIN, **theirs))
+        check(tmp_path, replace(PLAIN, **changes))
     assert says in caught.value.message
     assert hint in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(
-    "theirs",
+    "changes",
     [
         {"rope": RopeScaling(type="llama3", factor=8.0, original_positions=16), "rope_theta": 5e5},
         {"attention": AttentionShape(window=16, softcap=50.0, norm="head")},
         {"moe": ExpertShape(experts=4, top_k=1, scale=2.5)},
     ],
 )
-def test_the_overrides_of_the_hint_fix_it(tmp_path: Path, theirs: dict[str, Any]) -> None:
-    shape = replace(PLAIN, **theirs)
+def test_the_overrides_of_the_hint_fix_it(tmp_path: Path, changes: dict[str, Any]) -> None:
+    shape = replace(PLAIN, **changes)
     with pytest.raises(StrettoError) as caught:
         check(tmp_path, shape)
     fix = (caught.value.hint or "").partition(", or the config")[0].split()

@@ -73,11 +73,11 @@ def described(span: Any) -> Mapping[str, Any]:
 def test_all_ranks_send_their_steps_and_phases_in_the_trace_of_the_launcher(
     tmp_path: Path, variables: pytest.MonkeyPatch
 ) -> None:
-    words = (*PIPELINE, "checkpoint.every=2", "eval.every=2", "eval.batches=1")
+    overrides = (*PIPELINE, "checkpoint.every=2", "eval.every=2", "eval.batches=1")
     variables.setenv("TRACEPARENT", PARENT)
     variables.setenv("OTEL_RESOURCE_ATTRIBUTES", "cluster=a")
     with collector(variables) as spans:
-        config = job(tmp_path, *words, model=LLAMA)
+        config = job(tmp_path, *overrides, model=LLAMA)
         train(config)
     assert {span.trace_id for span in spans} == {PARENT.split("-")[1]}
     (run,) = (span for span in spans if span.name == "train")

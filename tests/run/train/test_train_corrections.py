@@ -26,9 +26,9 @@ NAME = "blocks.1.mlp.router.correction"
 pytestmark = pytest.mark.apart
 
 
-def kept(made: Job) -> tuple[torch.dtype, bool, bool]:
+def correction_state(job_of_test: Job) -> tuple[torch.dtype, bool, bool]:
     """The type of a rank's correction, and whether an optimiser or a gradient has it."""
-    replica = assemble(made, Mesh(made.layout), seed=1)
+    replica = assemble(job_of_test, Mesh(job_of_test.layout), seed=1)
     parameter = replica.parameters[NAME]
     updated = NAME in {fragment.name for fragment in replica.fragments}
     replica.close()
@@ -36,20 +36,20 @@ def kept(made: Job) -> tuple[torch.dtype, bool, bool]:
 
 
 def test_a_correction_stays_in_float32_and_out_of_the_optimiser(tmp_path: Path) -> None:
-    made = job_of(job(tmp_path, "train.dtype=bfloat16", "layout.dp=2", "dp.mode=zero3", model=MODEL))
-    assert on_ranks(2, kept, made) == [(torch.float32, False, False)] * 2
+    sharded_job = job_of(job(tmp_path, "train.dtype=bfloat16", "layout.dp=2", "dp.mode=zero3", model=MODEL))
+    assert on_ranks(2, correction_state, sharded_job) == [(torch.float32, False, False)] * 2
 
 
 def test_a_resumed_run_moves_corrections_on(tmp_path: Path) -> None:
     """From another layout, to what the run that was not stopped has: they are sums of steps of one size."""
     exact = ("train.dtype=float64", "checkpoint.every=3")
-    whole = job(tmp_path, *exact, "run.name=whole", model=MODEL)
-    train(whole)
+    uninterrupted = job(tmp_path, *exact, "run.name=whole", model=MODEL)
+    train(uninterrupted)
     parts = (*exact, "run.name=parts")
     train(job(tmp_path, *parts, "layout.dp=2", model=MODEL), at_step(3, 0, send_self, signal.SIGTERM))
     resumed = job(tmp_path, *parts, "layout.pp=2", "checkpoint.resume=auto", model=MODEL)
     train(resumed)
-    before, after = (tensors(whole, step)[f"model.{NAME}"] for step in (3, 6))
+    before, after = (tensors(uninterrupted, step)[f"model.{NAME}"] for step in (3, 6))
     assert before.abs().max() > 0
     assert not torch.equal(before, after)
     assert torch.equal(tensors(resumed, 6)[f"model.{NAME}"], after)

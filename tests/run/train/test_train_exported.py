@@ -37,14 +37,14 @@ def test_the_export_of_a_sharded_run_computes_the_same(name: str, tmp_path: Path
     train(config)
     out = tmp_path / "out"
     assert run(["checkpoint", "export", str(config.run.folder), "--out", str(out)]) == 0
-    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     weights, _ = read_whole(config.run.folder / "checkpoints" / "step-00000003")
-    ours = build(config.shape(300)).eval()
-    ours.load_state_dict(weights, strict=False)
-    ours.tie()
+    trained = build(config.shape(300)).eval()
+    trained.load_state_dict(weights, strict=False)
+    trained.tie()
     ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        want, logits = ours(ids), theirs(ids).logits
+        want, logits = trained(ids), exported(ids).logits
     assert float((logits - want).abs().max() / want.abs().max()) < 1e-5
     fresh = build(config.shape(300)).eval()
     with torch.no_grad():

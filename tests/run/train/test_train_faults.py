@@ -160,7 +160,7 @@ def spoil_an_expert(trainer: Any) -> None:
     every = [
         gradient for buffer in trainer.task.model.pipeline.buffers.values() for gradient in buffer.gradients
     ]
-    gradient = next(one for one in every if any(p is weight for p in one.unit.parameters))
+    gradient = next(reduced for reduced in every if any(p is weight for p in reduced.unit.parameters))
     reduce = gradient.reduce
 
     def spoiled() -> Any:

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, name: str, *overrides: str, freeze: str = FREEZE) -> TrainConfig:
-    path = (f"dp.path={folder}",) if any("nvme" in one for one in overrides) else ()
+    path = (f"dp.path={folder}",) if any("nvme" in override for override in overrides) else ()
     small = ("model.init_std=0.05", "batch.global_size=4")
     return job(folder, freeze, *small, f"run.name={name}", *path, *overrides, model=LLAMA)
 
@@ -61,34 +61,34 @@ def test_frozen_weights_keep_their_bits_and_have_no_states(folder: Path, how: st
     assert train(config)["step"] == 6
     trained, shape = TrainedParameters(tuple(config.finetune.freeze)), config.shape(300)
     begin = (config.train.seed, shape, config.model.initial())
-    held = tensors(config, 6)
-    frozen = [key for key in held if key.startswith("model.") and not trained(key.removeprefix("model."))]
+    saved = tensors(config, 6)
+    frozen = [key for key in saved if key.startswith("model.") and not trained(key.removeprefix("model."))]
     assert len(frozen) > 8
     for key in frozen:
         name = key.removeprefix("model.")
-        first = initial_values(name, tuple(held[key].shape), *begin)
-        assert torch.equal(held[key], first.to(held[key].dtype)), key
-    states = {key.split(".", 2)[2] for key in held if key.startswith("optim.")}
-    assert states == {key.removeprefix("model.") for key in held if key.startswith("model.")} - {
+        first = initial_values(name, tuple(saved[key].shape), *begin)
+        assert torch.equal(saved[key], first.to(saved[key].dtype)), key
+    states = {key.split(".", 2)[2] for key in saved if key.startswith("optim.")}
+    assert states == {key.removeprefix("model.") for key in saved if key.startswith("model.")} - {
         key.removeprefix("model.") for key in frozen
     }
     moved = initial_values("head.out.weight", (300, 32), *begin)
-    assert not torch.equal(held["model.head.out.weight"], moved)
+    assert not torch.equal(saved["model.head.out.weight"], moved)
 
 
 def test_a_checkpoint_with_frozen_weights_goes_on_bitwise_and_under_another_layout(folder: Path) -> None:
-    whole = run(folder, "whole", "layout.dp=2", "dp.mode=zero3")
-    train(whole)
+    uninterrupted = run(folder, "whole", "layout.dp=2", "dp.mode=zero3")
+    train(uninterrupted)
     parts = run(folder, "parts", "layout.dp=2", "dp.mode=zero3")
     train(parts, STOP_AT_3)
     train(run(folder, "parts", "layout.dp=2", "dp.mode=zero3", "checkpoint.resume=auto"))
-    assert same(tensors(whole, 6), tensors(parts, 6))
-    assert losses(whole) == losses(parts)
+    assert same(tensors(uninterrupted, 6), tensors(parts, 6))
+    assert losses(uninterrupted) == losses(parts)
     train(run(folder, "moved", "layout.tp=2"), STOP_AT_3)
     nvme = ("layout.dp=2", "dp.mode=zero3", "dp.offload_parameters=nvme")
     train(run(folder, "moved", *nvme, "checkpoint.resume=auto"))
     for key, value in tensors(run(folder, "moved"), 6).items():
-        torch.testing.assert_close(value, tensors(whole, 6)[key], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(value, tensors(uninterrupted, 6)[key], rtol=1e-4, atol=1e-5)
 
 
 def test_layouts_with_frozen_weights_equal_one_process(folder: Path) -> None:

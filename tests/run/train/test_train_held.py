@@ -43,20 +43,20 @@ SPLIT = {"layout.pp": 2, "layout.encoder_pp": 1}
 
 
 def config_of(over: Over) -> TrainConfig:
-    made: dict[str, Any] = {section: dict(fields) for section, fields in BASE.items()}
+    all_sections: dict[str, Any] = {section: dict(fields) for section, fields in BASE.items()}
     for name, value in over.items():
-        at, (*sections, field) = made, name.split(".")
+        at, (*sections, field) = all_sections, name.split(".")
         for section in sections:
             at = at.setdefault(section, {})
         at[field] = value
-    return read_section(TrainConfig, made)
+    return read_section(TrainConfig, all_sections)
 
 
 def measured(configs: list[TrainConfig]) -> list[MeasuredMemory]:
-    held = list[MeasuredMemory]()
+    measurements = list[MeasuredMemory]()
     for config in configs:
-        held.append(measure(job_of(config), Mesh(config.layout.to_layout())))
-    return held
+        measurements.append(measure(job_of(config), Mesh(config.layout.to_layout())))
+    return measurements
 
 
 def errors(world: int, cases: list[Over]) -> dict[str, tuple[float, float]]:
@@ -72,9 +72,11 @@ def errors(world: int, cases: list[Over]) -> dict[str, tuple[float, float]]:
         server = config.dp.mode == "server"
         firsts = by_rank[: 1 if server and config.layout.pp == 1 else len(by_rank)]
         pairs = [(of[at], ranks[of[at].pipeline]) for of in firsts]
-        peak = max((r.total / one.peak - 1 for one, r in pairs), key=abs)
-        held = max((r.between_actions / one.between_actions - 1 for one, r in pairs), key=abs)
-        by_case[str(over)] = peak, held
+        peak = max((r.total / measurement.peak - 1 for measurement, r in pairs), key=abs)
+        between = max(
+            (r.between_actions / measurement.between_actions - 1 for measurement, r in pairs), key=abs
+        )
+        by_case[str(over)] = peak, between
     return by_case
 
 
@@ -122,9 +124,9 @@ def test_memory_tracking_records_nothing_when_it_is_off() -> None:
     memory = MemoryTracker()
     with memory:
         torch.zeros(10)
-    kept = torch.zeros(10)
+    tensor = torch.zeros(10)
     assert memory.allocated == 0
-    assert kept.numel() == 10
+    assert tensor.numel() == 10
 
 
 # ------------------------------------------------------------------ predicted and measured
@@ -220,8 +222,8 @@ FOUR_SHARED: list[Over] = [
 @pytest.mark.parametrize(("world", "cases"), [(1, ONE_SHARED), (2, TWO_SHARED), (4, FOUR_SHARED)])
 def test_predicted_and_measured_memory_agree_for_sharded_states(world: int, cases: list[Over]) -> None:
     by_case = errors(world, cases)
-    for case, (peak, held) in by_case.items():
-        print(f"peak {100 * peak:+.2f}%, between actions {100 * held:+.2f}%: {case}")
+    for case, (peak, between) in by_case.items():
+        print(f"peak {100 * peak:+.2f}%, between actions {100 * between:+.2f}%: {case}")
     assert_within(by_case, 0.02)
 
 
@@ -276,6 +278,6 @@ FOUR_RANKS: list[Over] = [
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
 def test_prediction_and_measurement_agree(world: int, cases: list[Over]) -> None:
     by_case = errors(world, cases)
-    for case, (peak, held) in by_case.items():
-        print(f"peak {100 * peak:+.2f}%, between actions {100 * held:+.2f}%: {case}")
+    for case, (peak, between) in by_case.items():
+        print(f"peak {100 * peak:+.2f}%, between actions {100 * between:+.2f}%: {case}")
     assert_within(by_case, 0.03)

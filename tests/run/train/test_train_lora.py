@@ -93,19 +93,21 @@ def test_a_factor_whose_gradient_is_not_summed_is_seen(folder: Path) -> None:
 
 def test_adapters_train_and_the_base_keeps_its_bits(folder: Path) -> None:
     how = ("layout.dp=2", "dp.mode=zero3", "train.dtype=bfloat16")
-    whole = lora(folder, "run.name=whole", *how)
-    train(whole)
+    uninterrupted = lora(folder, "run.name=whole", *how)
+    train(uninterrupted)
     parts = lora(folder, "run.name=parts", *how)
     train(parts, STOP_AT_3)
     train(lora(folder, "run.name=parts", *how, "checkpoint.resume=auto"))
-    held = tensors(whole, 6)
-    assert same(held, tensors(parts, 6))
-    assert losses(whole) == losses(parts)
+    saved = tensors(uninterrupted, 6)
+    assert same(saved, tensors(parts, 6))
+    assert losses(uninterrupted) == losses(parts)
     moved = 0
-    for key, value in held.items():
+    for key, value in saved.items():
         if key.startswith("model."):
             name = key.removeprefix("model.")
-            first = initial_values(name, tuple(value.shape), whole.train.seed, whole.shape(300))
+            first = initial_values(
+                name, tuple(value.shape), uninterrupted.train.seed, uninterrupted.shape(300)
+            )
             assert torch.equal(value, first.to(value.dtype)) is not is_adapter(name), name
             moved += is_adapter(name)
         else:
@@ -114,7 +116,7 @@ def test_adapters_train_and_the_base_keeps_its_bits(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "model", "words"),
+    ("override", "model", "message"),
     [
         ('lora.targets=["gate_proj"]', GPT, "no block of the model has it"),
         (
@@ -125,22 +127,22 @@ def test_adapters_train_and_the_base_keeps_its_bits(folder: Path) -> None:
         ("precision.fp8=row", LLAMA, "do not support 8-bit products"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(folder: Path, override: str, model: str, words: str) -> None:
+def test_adapters_that_cannot_be_are_refused(folder: Path, override: str, model: str, message: str) -> None:
     config = lora(folder, override, model=model)
-    assert any(words in problem.rule for problem in problems(varied(config, changes())))
+    assert any(message in problem.rule for problem in problems(varied(config, changes())))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (('lora.targets=["q_prj"]', "lora.rank=2"), "did you mean q_proj?"),
         (("lora.alpha=2",), "lora.rank=8"),
     ],
 )
-def test_sections_without_sense_name_the_fix(folder: Path, overrides: tuple[str, ...], words: str) -> None:
+def test_sections_without_sense_name_the_fix(folder: Path, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(StrettoError) as error:
         job(folder, *overrides, model=LLAMA)
-    assert words in str(error.value) + str(error.value.hint)
+    assert message in str(error.value) + str(error.value.hint)
 
 
 def test_new_adapters_start_beside_the_weights_of_a_run(folder: Path) -> None:

@@ -75,7 +75,7 @@ def test_float16_clips_the_gradients_without_their_loss_scale(tmp_path: Path):
         train(config)
     rows = list(read_lines(runs[0].run.folder / "metrics.jsonl"))
     assert all(float(row["grad_norm"]) > 10 * clip for row in rows), "every step is clipped"
-    low, high = ({k: v for k, v in tensors(one, 3).items() if k.startswith("model.")} for one in runs)
+    low, high = ({k: v for k, v in tensors(config, 3).items() if k.startswith("model.")} for config in runs)
     moved = 0.0
     for name, weight in low.items():
         torch.testing.assert_close(weight, high[name], rtol=0, atol=1e-5)

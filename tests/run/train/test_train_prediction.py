@@ -47,8 +47,8 @@ def run(config: TrainConfig, seconds: list[float]) -> str | None:
     forecast = StepTimePrediction(
         job_of(config), config.run.folder, config.train.device, config.train.threads
     )
-    for one in seconds:
-        forecast.add(one)
+    for step_seconds in seconds:
+        forecast.add(step_seconds)
     return forecast.end()
 
 
@@ -78,10 +78,10 @@ def test_the_run_ends_with_predicted_and_measured_times(place: Path, tmp_path: P
     summary = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0]) or ""
     assert summary.startswith("predicted ")
     assert "measured 0.5 (median of 3)" in summary
-    kept = json.loads((config.run.folder / "prediction.json").read_text())
-    assert kept["measured_s"] == 0.5
-    assert kept["predicted_s"] == pytest.approx(expected)
-    assert kept["ratio"] == pytest.approx(0.5 / expected)
+    record = json.loads((config.run.folder / "prediction.json").read_text())
+    assert record["measured_s"] == 0.5
+    assert record["predicted_s"] == pytest.approx(expected)
+    assert record["ratio"] == pytest.approx(0.5 / expected)
     assert not here.history_path(place).exists()  # there is no profile to correct
 
 

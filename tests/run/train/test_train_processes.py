@@ -46,10 +46,10 @@ def started() -> Generator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def wait_until(ready: Callable[[], bool], what: str) -> None:
+def wait_until(ready: Callable[[], bool], event: str) -> None:
     end = time.monotonic() + PATIENCE
     while not ready():
-        assert time.monotonic() < end, f"waited in vain for {what}"
+        assert time.monotonic() < end, f"waited in vain for {event}"
         time.sleep(0.05)
 
 
@@ -69,8 +69,8 @@ def children_of(pid: int) -> list[int]:
                 continue
             parents[int(entry.name)] = int(text.rpartition(")")[2].split()[1])
     below = [pid]
-    for one in below:
-        below += [child for child, parent in parents.items() if parent == one]
+    for ancestor in below:
+        below += [child for child, parent in parents.items() if parent == ancestor]
     return below[1:]
 
 
@@ -118,25 +118,25 @@ def test_ctrl_c_in_a_terminal_saves_and_restores_the_terminal(
     assert "run.name=tty --resume auto" in last[1]
     assert "Traceback" not in plain
     assert below
-    wait_until(lambda: not any(alive(one) for one in below), "ranks to end")
+    wait_until(lambda: not any(alive(process_id) for process_id in below), "ranks to end")
 
 
 def test_a_second_job_is_refused_and_a_killed_launcher_leaves_no_ranks_behind(
     folder: Path, started: list[subprocess.Popen[bytes]], stretto: CommandLine
 ) -> None:
     """Not even one that is stopped."""
-    words = [str(folder / "tiny.yaml"), "layout.dp=2", "train.steps=100000", "run.name=orphans"]
-    process = subprocess.Popen([*TRAIN, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = [str(folder / "tiny.yaml"), "layout.dp=2", "train.steps=100000", "run.name=orphans"]
+    process = subprocess.Popen([*TRAIN, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     started.append(process)
     wait_until(lambda: steps_of(folder, "orphans") > 2, "the first steps")
     below = children_of(process.pid)
     assert len(below) >= 3  # two ranks and what they were forked from
     holder = f"orphans is in use by a job on host {socket.gethostname()}, process {process.pid}"
-    assert holder in stretto.error("train", *words, "--resume", "auto")
+    assert holder in stretto.error("train", *arguments, "--resume", "auto")
     os.kill(below[-1], signal.SIGSTOP)  # a rank: those come after what they were forked from
     process.kill()
     process.wait()
-    wait_until(lambda: not any(alive(one) for one in below), "ranks to end")
+    wait_until(lambda: not any(alive(process_id) for process_id in below), "ranks to end")
     assert list((folder / "runs" / "orphans" / "checkpoints").iterdir())  # they saved before they left
 
 
@@ -148,10 +148,10 @@ def joined(config: TrainConfig) -> int:
 
 def test_ranks_of_another_launcher_make_all_ready_themselves(folder: Path) -> None:
     """As those of torchrun, by the variables in their environment."""
-    config, whole = (job(folder, "layout.dp=2", f"run.name={name}") for name in ("joined", "alone"))
+    config, reference = (job(folder, "layout.dp=2", f"run.name={name}") for name in ("joined", "alone"))
     assert run_ranks(2, joined, config) == [6, 6]
-    train(whole)
-    assert losses(config) == losses(whole)
+    train(reference)
+    assert losses(config) == losses(reference)
 
 
 @pytest.mark.slow
@@ -196,6 +196,6 @@ def test_training_under_torchrun_saves_on_sigterm_and_resumes(
         assert f"resumed from {folder}/runs/{name}/checkpoints/step-{done:08d}" in second.stderr
     else:
         assert train(job(folder, "layout.dp=2", f"run.name={name}", "checkpoint.resume=auto"))["step"] == 6
-    whole = job(folder, "layout.dp=2", f"run.name=whole-{again}")
-    train(whole)
-    assert losses(job(folder, f"run.name={name}")) == losses(whole)
+    reference = job(folder, "layout.dp=2", f"run.name=whole-{again}")
+    train(reference)
+    assert losses(job(folder, f"run.name={name}")) == losses(reference)

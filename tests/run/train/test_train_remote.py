@@ -80,8 +80,8 @@ def test_the_losses_are_those_of_the_folder_whatever_the_cache_holds(folder: Pat
 
 def test_a_killed_run_goes_on_in_another_layout(folder: Path) -> None:
     exact = ("train.dtype=float64", "checkpoint.every=4")
-    whole = at_url(folder, "whole", "layout.dp=2", *exact)
-    train(whole)
+    reference = at_url(folder, "whole", "layout.dp=2", *exact)
+    train(reference)
     with pytest.raises(RankFailed, match="SIGKILL"):
         train(at_url(folder, "parts", "layout.dp=2", *exact), at_step(7, 1, send_self, signal.SIGKILL))
     notes = folder / "notes"
@@ -89,7 +89,7 @@ def test_a_killed_run_goes_on_in_another_layout(folder: Path) -> None:
     assert train(again, keep_notes(str(notes)))["step"] == 10
     assert "at step 4" in notes.read_text()
     assert "warning" not in notes.read_text()
-    for name, weight in tensors(whole, 10).items():
+    for name, weight in tensors(reference, 10).items():
         torch.testing.assert_close(tensors(again, 10)[name], weight, rtol=1e-9, atol=1e-12)
 
 

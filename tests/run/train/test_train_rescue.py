@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> TrainConfig:
+def undisturbed(folder: Path) -> TrainConfig:
     """An undisturbed run."""
     config = job(folder, "layout.dp=2", "run.name=whole")
     run_job(LANGUAGE, config, quiet=True)
@@ -85,11 +85,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("how", "step", "words"), CASES)
+@pytest.mark.parametrize(("how", "step", "overrides"), CASES)
 def test_a_lost_folder_ends_the_job_and_what_it_held_goes_on_elsewhere(
-    folder: Path, whole: TrainConfig, lost: Callable[..., str], how: str, step: int, words: tuple[str, ...]
+    folder: Path,
+    undisturbed: TrainConfig,
+    lost: Callable[..., str],
+    how: str,
+    step: int,
+    overrides: tuple[str, ...],
 ) -> None:
-    config = job(folder, "layout.dp=2", f"run.name={how}-{step}", *words)
+    config = job(folder, "layout.dp=2", f"run.name={how}-{step}", *overrides)
     text = lost(config, at_step(step, 0, lose, how))
     again = rescued(config)
     says = {"lease": f"{LEASE}, by which"}.get(how, f"run folder {config.run.folder} was {how}")
@@ -99,13 +104,13 @@ def test_a_lost_folder_ends_the_job_and_what_it_held_goes_on_elsewhere(
     assert config.run.folder.exists() == (how != "removed")
     assert f"name: {again.run.name}" in (again.run.folder / "config.yaml").read_text()
     assert (again.run.folder / "tokenizer.json").is_file()
-    done = [facts["step"] for facts in read_lines(again.run.folder / STEPS)]
+    done = [record["step"] for record in read_lines(again.run.folder / STEPS)]
     assert done == list(range(1, len(done) + 1))
     assert step <= len(done)
     assert not (again.run.folder / EVENTS).exists()
     run_job(LANGUAGE, again, quiet=True)
-    assert same(tensors(whole, 6), tensors(again, 6))
-    assert losses(whole) == losses(again)
+    assert same(tensors(undisturbed, 6), tensors(again, 6))
+    assert losses(undisturbed) == losses(again)
 
 
 def test_a_rollback_that_finds_no_folder_rescues_the_run(folder: Path, lost: Callable[..., str]) -> None:
@@ -114,7 +119,7 @@ def test_a_rollback_that_finds_no_folder_rescues_the_run(folder: Path, lost: Cal
     assert "was removed while the job wrote to it" in text
     again = rescued(config)
     assert [path.name for path in (again.run.folder / "checkpoints").iterdir()] == ["step-00000004"]
-    assert [facts["step"] for facts in read_lines(again.run.folder / EVENTS)] == [4]
+    assert [record["step"] for record in read_lines(again.run.folder / EVENTS)] == [4]
     assert not config.run.folder.exists()
     run_job(LANGUAGE, again, quiet=True)
     assert len(losses(again)) == 6
@@ -181,8 +186,8 @@ def test_a_file_server_that_has_forgotten_the_file_is_a_loss_too(
         assert metrics.lost == f"run folder {tmp_path / 'run'} was removed while the job wrote to it"
         (tmp_path / "other").mkdir()
         assert metrics.rescue(tmp_path / "other") == []  # of so few records all are in memory
-    assert [facts["step"] for facts in read_lines(tmp_path / "other" / STEPS)] == [1, 2, 3, 4]
-    assert [facts["step"] for facts in read_lines(tmp_path / "other" / EVENTS)] == [4]
+    assert [record["step"] for record in read_lines(tmp_path / "other" / STEPS)] == [1, 2, 3, 4]
+    assert [record["step"] for record in read_lines(tmp_path / "other" / EVENTS)] == [4]
     assert not (tmp_path / "run").exists()
 
 
@@ -194,4 +199,4 @@ def test_a_file_that_is_replaced_alone_is_written_anew(tmp_path: Path) -> None:
         (tmp_path / "edited").replace(tmp_path / STEPS)
         metrics.step(record(4))
         assert metrics.lost is None
-    assert [facts["step"] for facts in read_lines(tmp_path / STEPS)] == [1, 2, 3, 4]
+    assert [record["step"] for record in read_lines(tmp_path / STEPS)] == [1, 2, 3, 4]

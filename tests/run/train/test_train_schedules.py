@@ -51,19 +51,19 @@ def llama(folder: Path, name: str, *overrides: str) -> TrainConfig:
 def test_asynchronous_schedules_learn_and_resume_bitwise(folder: Path, overrides: tuple[str, ...]) -> None:
     name = "-".join(overrides[2:])
     drains = (*overrides, "checkpoint.every=4")
-    whole, parts = llama(folder, f"whole-{name}", *drains), llama(folder, f"parts-{name}", *drains)
-    assert train(whole)["step"] == 6
+    uninterrupted, parts = llama(folder, f"whole-{name}", *drains), llama(folder, f"parts-{name}", *drains)
+    assert train(uninterrupted)["step"] == 6
     # that a rank was asked to stop is known one step later, when a step more has begun
     assert train(parts, at_step(2, 0, send_self, signal.SIGTERM))["step"] == 4
     assert train(llama(folder, f"parts-{name}", *drains, "checkpoint.resume=auto"))["step"] == 6
-    assert same(tensors(whole, 6), tensors(parts, 6))
-    assert losses(whole) == losses(parts)
-    assert losses(whole)[6] < losses(whole)[1] - 0.3
-    rows = list(read_lines(whole.run.folder / "metrics.jsonl"))
+    assert same(tensors(uninterrupted, 6), tensors(parts, 6))
+    assert losses(uninterrupted) == losses(parts)
+    assert losses(uninterrupted)[6] < losses(uninterrupted)[1] - 0.3
+    rows = list(read_lines(uninterrupted.run.folder / "metrics.jsonl"))
     assert [row["grad_norm"] for row in rows] == [None] * 6
     assert [row["lr"] for row in rows][:2] == [0.005, 0.01]
-    tokens = open_tokens(whole)
-    first_line = banner_of(tokens, whole).splitlines()[0]
+    tokens = open_tokens(uninterrupted)
+    first_line = banner_of(tokens, uninterrupted).splitlines()[0]
     assert first_line.endswith(f"8 microbatches of 1, {UPDATES[overrides]} updates of the weights a step")
 
 
@@ -109,14 +109,16 @@ def test_one_rank_of_pipedream_is_plain_training_on_small_batches(folder: Path) 
         "optim.rate.schedule=constant",
         "optim.rate.warmup=0",
     )
-    ours = llama(folder, "small-async", *overrides, "schedule.name=pipedream", "train.steps=2")
+    asynchronous = llama(folder, "small-async", *overrides, "schedule.name=pipedream", "train.steps=2")
     plain = llama(folder, "small-plain", *overrides, "batch.global_size=1", "train.steps=16")
-    train(ours)
+    train(asynchronous)
     train(plain)
-    theirs = losses(plain)
-    for step, loss in losses(ours).items():
-        assert loss == pytest.approx(sum(theirs[i] for i in range(8 * step - 7, 8 * step + 1)) / 8, rel=1e-12)
-    a, b = tensors(ours, 2), tensors(plain, 16)
+    plain_losses = losses(plain)
+    for step, loss in losses(asynchronous).items():
+        assert loss == pytest.approx(
+            sum(plain_losses[i] for i in range(8 * step - 7, 8 * step + 1)) / 8, rel=1e-12
+        )
+    a, b = tensors(asynchronous, 2), tensors(plain, 16)
     assert a.keys() == b.keys()
     assert all((a[name] - b[name]).abs().max() < 1e-12 for name in a)
 
@@ -168,16 +170,16 @@ def test_float16_skips_a_delayed_update_on_all_ranks_of_its_stage(folder: Path) 
         *("train.steps=8", "checkpoint.every=5"),
     )
     spoil = at_step(2, 3, overflow_of_a_replica)
-    whole, parts = llama(folder, "half", *half), llama(folder, "half-parts", *half)
-    train(whole, spoil)
-    rows = list(read_lines(whole.run.folder / "metrics.jsonl"))
+    uninterrupted, parts = llama(folder, "half", *half), llama(folder, "half-parts", *half)
+    train(uninterrupted, spoil)
+    rows = list(read_lines(uninterrupted.run.folder / "metrics.jsonl"))
     assert [row["loss_scale"] for row in rows] == [1024.0, *[512.0] * 7]
     assert rows[-1]["skipped"] == 1
-    assert losses(whole)[8] < losses(whole)[1] - 0.3
+    assert losses(uninterrupted)[8] < losses(uninterrupted)[1] - 0.3
     train(llama(folder, "half-parts", *half[:-2], "train.steps=5", "checkpoint.every=5"), spoil)
     train(llama(folder, "half-parts", *half, "checkpoint.resume=auto"))
     assert {step: loss for step, loss in losses(parts).items() if step > 5} == {
-        step: loss for step, loss in losses(whole).items() if step > 5
+        step: loss for step, loss in losses(uninterrupted).items() if step > 5
     }
 
 
@@ -206,8 +208,8 @@ def test_synchronous_schedules_train_alike_and_evaluate(tmp_path: Path, schedule
 
 def test_evaluation_is_of_the_held_out_samples(folder: Path) -> None:
     """After an update that all but changes nothing: the loss of the initial model on the first of them."""
-    words = ("train.dtype=float64", "train.steps=1", "optim.lr=1e-12", "eval.every=1", "eval.batches=1")
-    config = llama(folder, "held", *words, "data.split=8,2,0", "optim.rate.warmup=0")
+    overrides = ("train.dtype=float64", "train.steps=1", "optim.lr=1e-12", "eval.every=1", "eval.batches=1")
+    config = llama(folder, "held", *overrides, "data.split=8,2,0", "optim.rate.warmup=0")
     train(config)
     samples = WindowSamples(
         open_tokens(config),
@@ -224,14 +226,14 @@ def test_evaluation_is_of_the_held_out_samples(folder: Path) -> None:
 
 
 def test_a_second_epoch_is_shown_and_told_once(folder: Path) -> None:
-    words = ("train.steps=6", EIGHT, "data.split=5,95,0", "run.name=again", "checkpoint.every=5")
-    config = job(folder, *words, model=LLAMA)
+    overrides = ("train.steps=6", EIGHT, "data.split=5,95,0", "run.name=again", "checkpoint.every=5")
+    config = job(folder, *overrides, model=LLAMA)
     epoch = len(WindowSamples(open_tokens(config), "train", 16, ratio=config.data.split))
     assert 2 * 8 < epoch < 3 * 8, "the third step is the first to reach into the second epoch"
     notes = folder / "notes"
     train(config, keep_notes(str(notes)))
     again = "checkpoint.resume=auto"
-    train(job(folder, *words[1:], "train.steps=7", again, model=LLAMA), keep_notes(str(notes)))
+    train(job(folder, *overrides[1:], "train.steps=7", again, model=LLAMA), keep_notes(str(notes)))
     rows = list(read_lines(config.run.folder / "metrics.jsonl"))
     assert [row["epoch"] for row in rows] == pytest.approx([8 * step / epoch for step in range(1, 8)])
     notices = [line for line in notes.read_text().splitlines() if "epoch" in line]

@@ -73,12 +73,12 @@ def test_losses_are_those_of_one_process(
 
 
 def test_checkpoints_of_experts_resume_on_any_layout(folder: Path) -> None:
-    whole = run(folder, "moe-whole", model=MOE)
+    uninterrupted = run(folder, "moe-whole", model=MOE)
     start = run(folder, "moe-start", *SP_EP, "train.steps=2", "eval.every=null", model=MOE)
     there = folder / "runs" / "moe-then"
     shutil.copytree(start.run.folder, there)
     resumed = run(folder, there.name, *CP_EP_PP, "checkpoint.resume=auto", model=MOE)
-    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-11)
+    assert losses(resumed) == pytest.approx(losses(uninterrupted), rel=1e-11)
 
 
 def test_expert_metrics_are_the_same_on_every_layout(folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_run_of_encoder_and_decoder_ranks(tmp_path: Path, capsys: pytest.Captu
 
     out = tmp_path / "out"
     assert run(["checkpoint", "export", str(again.run.folder), "--out", str(out)]) == 0
-    theirs = AutoModelForSeq2SeqLM.from_pretrained(out)
-    assert theirs.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape[0] == 1
+    exported = AutoModelForSeq2SeqLM.from_pretrained(out)
+    assert exported.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape[0] == 1
     assert run(["generate", str(again.run.folder), "--prompt", "x"]) == 2
     assert "generation is not supported for models with an encoder" in capsys.readouterr().err

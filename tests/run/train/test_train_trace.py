@@ -101,11 +101,11 @@ def test_one_process(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [("layout.pp=2", "schedule.name=zb-h1"), ("layout.pp=2", "schedule.name=pipedream", "optim.clip=null")],
 )
-def test_a_run_reports_its_traced_step(tmp_path: Path, words: tuple[str, ...]):
-    config = job(tmp_path, *words, "metrics.trace=2", "train.steps=3", "sample.tokens=0", model=LLAMA)
+def test_a_run_reports_its_traced_step(tmp_path: Path, overrides: tuple[str, ...]):
+    config = job(tmp_path, *overrides, "metrics.trace=2", "train.steps=3", "sample.tokens=0", model=LLAMA)
     train(config)
     run = config.run.folder
     assert (run / "trace" / "step-2.json").exists()
@@ -116,7 +116,7 @@ def test_a_run_reports_its_traced_step(tmp_path: Path, words: tuple[str, ...]):
     assert {row.get("mfu") for row in rows} == {None}, "a CPU's peak is not known"
     measured = read_trace((run / "trace" / "step-2.json").read_text()).events
     assert {e.rank for e in measured} == {0, 1}
-    asynchronous = "schedule.name=pipedream" in words
+    asynchronous = "schedule.name=pipedream" in overrides
     for rank in (0, 1):
         calls = {e.action for e in measured if e.rank == rank}
         assert {"the batch", "the agreement", "the reductions"} <= calls
@@ -124,7 +124,7 @@ def test_a_run_reports_its_traced_step(tmp_path: Path, words: tuple[str, ...]):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ("layout.pp=2", "layout.dp=2", "schedule.name=1f1b"),
         ("layout.tp=2", "recompute.mode=full"),
@@ -132,10 +132,10 @@ def test_a_run_reports_its_traced_step(tmp_path: Path, words: tuple[str, ...]):
     ],
 )
 def test_the_parts_of_a_traced_step_are_the_step_and_the_run_s_prediction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # no profile of this machine
-    config = job(tmp_path, *words, "metrics.trace=2", "train.steps=2", "sample.tokens=0", model=LLAMA)
+    config = job(tmp_path, *overrides, "metrics.trace=2", "train.steps=2", "sample.tokens=0", model=LLAMA)
     train(config)
     run = config.run.folder
     measured = read_trace((run / "trace" / "step-2.json").read_text()).events
@@ -154,7 +154,7 @@ def test_the_parts_of_a_traced_step_are_the_step_and_the_run_s_prediction(
         forwards = sum(e.end - e.start for e in events if re.fullmatch(r"\d+F\d+", e.action))
         assert parts["forward"].measured == pytest.approx(forwards)
     shown = read_trace((run / "trace" / "step-2.predicted.json").read_text()).events
-    if "schedule.name=pipedream" not in words:  # its updates come within the program
+    if "schedule.name=pipedream" not in overrides:  # its updates come within the program
         outside = sum(expected.parts.get(name, 0.0) for name in ("data", "optimiser", "offload"))
         assert max(e.end for e in shown) == pytest.approx(expected.seconds - outside)
 

@@ -220,8 +220,8 @@ def test_what_needs_more_than_layers_is_refused(tmp_path: Path) -> None:
         *("optim.name=muon", "schedule.name=auto"),
     ]
     found = find_problems(user_job(tmp_path, *refused, "layout.pp=2"))
-    said = {problem.field for problem in found if "the model is from a file" in str(problem)}
-    assert said == {each.partition("=")[0] for each in refused}
+    fields = {problem.field for problem in found if "the model is from a file" in str(problem)}
+    assert fields == {each.partition("=")[0] for each in refused}
     others = ("data.packing=documents", "lora.rank=2", "elastic.layouts=auto", "metrics.peak_tflops=1.0")
     found = find_problems(user_job(tmp_path, *others))
     assert {problem.field for problem in found} == {each.partition("=")[0] for each in others}

@@ -143,9 +143,11 @@ def test_the_planner_counts_the_states_of_the_class(tmp_path: Path, dtype: torch
     optimizer = build_optimizer(fragments, config.optim)
     optimizer.step()
     states = state_tensors(optimizer, fragments[0]).values()
-    held = sum(value.numel() * value.element_size() for value, _ in states)
-    assert counted("blocks.0.mlp.down.weight", (6, 4), 24, dtype.itemsize) == held + 4  # the count of updates
-    assert counted("blocks.0.mlp.down.weight", (6, 4), 6, dtype.itemsize) == held // 4 + 4
+    state_bytes = sum(value.numel() * value.element_size() for value, _ in states)
+    assert (
+        counted("blocks.0.mlp.down.weight", (6, 4), 24, dtype.itemsize) == state_bytes + 4
+    )  # the count of updates
+    assert counted("blocks.0.mlp.down.weight", (6, 4), 6, dtype.itemsize) == state_bytes // 4 + 4
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_ranks_with_different_files_do_not_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("my_schedule.py:life", "did you mean 'lifo'"),
         ("my_schedule.py:lifo:depth=0", "my_schedule.py, line "),
@@ -243,10 +245,10 @@ def test_ranks_with_different_files_do_not_start(tmp_path: Path) -> None:
         ("none.csv", "there is no such file"),
     ],
 )
-def test_mistakes_in_a_schedule_are_found_before_ranks_start(tmp_path: Path, name: str, said: str) -> None:
+def test_mistakes_in_a_schedule_are_found_before_ranks_start(tmp_path: Path, name: str, message: str) -> None:
     found = find_problems(job(tmp_path, f"schedule.name={PARTS.with_name(name)}", "layout.pp=2", model=LLAMA))
     assert len(found) == 1
-    assert said in str(found[0])
+    assert message in str(found[0])
     assert found[0].field.startswith("schedule")
 
 
@@ -301,22 +303,22 @@ OWN = ("model.vocab=13", "data.end_of_text=12", "sample.tokens=0")
 
 @pytest.mark.parametrize("packing", ["stream", "none"])
 def test_token_ids_of_a_class_are_trained_on_as_they_are_and_resumed(tmp_path: Path, packing: str) -> None:
-    words = (f"data.source={SAMPLES}:Sums", *OWN, f"data.packing={packing}", "layout.dp=2")
-    whole = job(tmp_path, *words, "run.name=whole", model=LLAMA)
-    train(whole)
-    source = open_source(whole.data, 13)
+    overrides = (f"data.source={SAMPLES}:Sums", *OWN, f"data.packing={packing}", "layout.dp=2")
+    uninterrupted = job(tmp_path, *overrides, "run.name=whole", model=LLAMA)
+    train(uninterrupted)
+    source = open_source(uninterrupted.data, 13)
     (stream,) = source.streams.values()
     (cached,) = tmp_path.glob("cache/samples/*.bin")
     assert (stream.name, source.documents, source.vocab) == (str(cached.with_suffix("")), 5000, 13)
     assert "".join("0123456789+=\n"[each] for each in stream.tokens[:19]) == "85+63=148\n47+51=98\n"
-    half = job(tmp_path, *words, "run.name=half", "checkpoint.resume=auto", model=LLAMA)
+    half = job(tmp_path, *overrides, "run.name=half", "checkpoint.resume=auto", model=LLAMA)
     assert train(half, STOP_AT_3)["stopped"]
     train(half)
-    assert same(tensors(half, 6), tensors(whole, 6))
+    assert same(tensors(half, 6), tensors(uninterrupted, 6))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (("END])", "13])"), "sample 0 has the id 13 at 9, outside the vocabulary of 13"),
         (("return np.array([*", "return np.array([0.5, *"), "sample 0 is of float64, must be whole numbers"),
@@ -328,14 +330,14 @@ def test_token_ids_of_a_class_are_trained_on_as_they_are_and_resumed(tmp_path: P
     ],
 )
 def test_mistakes_in_token_ids_are_found_before_ranks_start(
-    tmp_path: Path, change: tuple[str, str], said: str
+    tmp_path: Path, change: tuple[str, str], message: str
 ) -> None:
     text, path = SAMPLES.read_text(encoding="utf-8"), tmp_path / f"ids_{tmp_path.name}.py"
     assert change[0] in text
     path.write_text(text.replace(*change), encoding="utf-8")
     config = job(tmp_path, f"data.source={path}:Sums", *OWN, model=LLAMA)
     assert not find_problems(config)
-    with pytest.raises(StrettoError, match=said):
+    with pytest.raises(StrettoError, match=message):
         open_source(config.data, 13)
     assert not list(tmp_path.glob("cache/samples/*"))
 

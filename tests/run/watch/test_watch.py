@@ -45,7 +45,7 @@ def seen(
 
 
 def among(*ranks: RankStatus) -> dict[int, RankStatus]:
-    return {one.rank: one for one in ranks}
+    return {status.rank: status for status in ranks}
 
 
 # ---------------------------------------------------------------------- rows and limits
@@ -77,7 +77,7 @@ def test_a_row_says_what_was_marked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "words"),
+    ("action", "sentence"),
     [
         (Action(2, ActionKind.RECV_F, 3), "recv F of microbatch 3 from stage 1"),
         (Action(2, ActionKind.SEND_F, 11), "send F of microbatch 3 to stage 3"),
@@ -88,8 +88,8 @@ def test_a_row_says_what_was_marked() -> None:
         (Action(0, ActionKind.REDUCE_GRAD), "reduction of the gradients of stage 0"),
     ],
 )
-def test_actions_in_words(action: Action, words: str) -> None:
-    assert in_words(action, 8) == words
+def test_actions_in_words(action: Action, sentence: str) -> None:
+    assert in_words(action, 8) == sentence
 
 
 def test_every_kind_of_action_has_words() -> None:
@@ -136,7 +136,9 @@ class Processes:
         self.board, self.now, self.state = StatusBoard(ranks, folder), 100.0, dict[int, str]()
         monkeypatch.setattr("stretto.run.watch.local.time.monotonic", lambda: self.now)
         monkeypatch.setattr("stretto.run.watch.local.time.sleep", self.sleep)
-        monkeypatch.setattr("stretto.run.watch.local.process_state", lambda one: self.state.get(one, "S"))
+        monkeypatch.setattr(
+            "stretto.run.watch.local.process_state", lambda process_id: self.state.get(process_id, "S")
+        )
         monkeypatch.setattr("stretto.run.watch.local.os.kill", lambda *_: None)
         self.watch = Watch(self.board)
         self.ranks = [ProgressMarks() for _ in range(ranks)]
@@ -169,8 +171,8 @@ def test_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ranks.look(12, 0)
     assert (found.rank, found.kind) == (1, "hung")
     assert "no progress for 10." in found.message
-    facts = json.loads((tmp_path / "hang.json").read_text())
-    assert (facts["culprits"], [one["rank"] for one in facts["ranks"]]) == ([1], [0, 1])
+    report = json.loads((tmp_path / "hang.json").read_text())
+    assert (report["culprits"], [rank_call["rank"] for rank_call in report["ranks"]]) == ([1], [0, 1])
 
 
 def test_records_are_asked_for_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,8 +289,10 @@ def test_of_two_calls_that_differ_neither_is_the_odd_one() -> None:
         for rank, name in enumerate(("all_gather", "all_reduce"))
     ]
     dumps = [
-        RankDump(rank=one.rank, path=Path(), version="2.10", calls=(one,), groups={}, complete=True)
-        for one in calls
+        RankDump(
+            rank=rank_call.rank, path=Path(), version="2.10", calls=(rank_call,), groups={}, complete=True
+        )
+        for rank_call in calls
     ]
     both = among(seen(0), seen(1))
     verdict = judge(both, diagnose(dumps, 2))
@@ -308,8 +312,10 @@ def test_ranks_that_wait_for_each_other_are_all_named() -> None:
         for rank in range(2)
     ]
     dumps = [
-        RankDump(rank=one.rank, path=Path(), version="2.10", calls=(one,), groups={}, complete=True)
-        for one in calls
+        RankDump(
+            rank=rank_call.rank, path=Path(), version="2.10", calls=(rank_call,), groups={}, complete=True
+        )
+        for rank_call in calls
     ]
     verdict = judge(among(seen(0), seen(1)), diagnose(dumps, 2))
     assert (verdict.culprits, verdict.reason[:25]) == ((0, 1), "they wait for each other,")
