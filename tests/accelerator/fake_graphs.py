@@ -51,14 +51,14 @@ def allocation(address: int) -> int:
 class CaptureError(RuntimeError):
     """As CUDA reports it."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"operation not permitted when stream is capturing: {what}")
+    def __init__(self, operation: str) -> None:
+        super().__init__(f"operation not permitted when stream is capturing: {operation}")
 
 
-def forbid(what: str) -> None:
+def forbid(operation: str) -> None:
     """Raise if a graph is being captured."""
     if present:
-        raise CaptureError(what)
+        raise CaptureError(operation)
 
 
 @dataclass
@@ -111,28 +111,28 @@ class Capture(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps = list[Callable[[], object]]()
-        self.made = dict[int, Tensor]()
+        self.allocated = dict[int, Tensor]()
         self._before = dict[int, tuple[Tensor, Tensor]]()  # memory that the capture changes, and its values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name.partition("::")[2]
-        arguments = [one for one in trees.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        here = [one for one in arguments if one.device.type == KIND]
+        arguments = [tensor for tensor in trees.tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        here = [tensor for tensor in arguments if tensor.device.type == KIND]
         if here and name in READING:
             raise CaptureError(name)
-        if name in ("copy_", "_to_copy") and len({one.device.type for one in arguments}) > 1:
+        if name in ("copy_", "_to_copy") and len({tensor.device.type for tensor in arguments}) > 1:
             raise CaptureError(f"{name} between the host and the device")
-        if any(one.device.type == "cpu" and one.dim() for one in arguments) and here:
+        if any(tensor.device.type == "cpu" and tensor.dim() for tensor in arguments) and here:
             raise CaptureError(f"{name} of a tensor of the host")
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is not None:
             raise CaptureError(f"{name} with a generator that is not registered")
-        for one in written(func, args, kwargs):
-            self.save(one)
+        for target in written(func, args, kwargs):
+            self.save(target)
         result = func(*args, **kwargs)
-        outputs = [one for one in trees.tree_leaves(result) if isinstance(one, Tensor)]
-        if name == "_to_copy" and here and any(one.device.type != KIND for one in outputs):
+        outputs = [tensor for tensor in trees.tree_leaves(result) if isinstance(tensor, Tensor)]
+        if name == "_to_copy" and here and any(tensor.device.type != KIND for tensor in outputs):
             raise CaptureError("a copy to the host")
-        if not here and not any(one.device.type == KIND for one in outputs):
+        if not here and not any(tensor.device.type == KIND for tensor in outputs):
             return result
         if not here and arguments:
             raise CaptureError(f"{name} copies to the device")
@@ -148,51 +148,51 @@ class Capture(TorchDispatchMode):
         outputs: list[Tensor],
     ) -> None:
         """Keep an operator for replays."""
-        known = {one.untyped_storage()._cdata for one in arguments}
-        fresh = [one for one in outputs if one.untyped_storage()._cdata not in known]
-        recorded = trees.tree_map(self.kept, (args, kwargs))
-        for one in fresh:
-            self.made[one.untyped_storage()._cdata] = one.detach()
+        inputs = {tensor.untyped_storage()._cdata for tensor in arguments}
+        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in inputs]
+        recorded = trees.tree_map(self.reference, (args, kwargs))
+        for tensor in fresh:
+            self.allocated[tensor.untyped_storage()._cdata] = tensor.detach()
         if not fresh and not written(func, args, kwargs):
             return  # a view
-        results = [one.detach() if any(one is other for other in fresh) else None for one in outputs]
+        results = [tensor.detach() if any(tensor is other for other in fresh) else None for tensor in outputs]
 
         def step() -> None:
-            words, named = trees.tree_map(tensor_of, recorded, is_leaf=lambda x: isinstance(x, Outside))
-            values = trees.tree_leaves(func(*words, **named))
+            positional, named = trees.tree_map(tensor_of, recorded, is_leaf=lambda x: isinstance(x, Outside))
+            values = trees.tree_leaves(func(*positional, **named))
             for target, value in zip(results, [v for v in values if isinstance(v, Tensor)], strict=True):
                 if target is not None:
                     target.copy_(value)
 
         self.steps.append(step)
 
-    def kept(self, value: Any) -> Any:
+    def reference(self, value: Any) -> Any:
         """An argument as replays need it."""
         if not isinstance(value, Tensor):
             return value
         if value.device.type != KIND:
             return value.detach().clone()  # a number of the host
-        return value.detach() if value.untyped_storage()._cdata in self.made else Outside.of(value)
+        return value.detach() if value.untyped_storage()._cdata in self.allocated else Outside.of(value)
 
     def save(self, x: Tensor) -> None:
         """Remember what is in memory from before the capture."""
         storage = x.untyped_storage()
-        if x.device.type != KIND or storage._cdata in self.made or storage._cdata in self._before:
+        if x.device.type != KIND or storage._cdata in self.allocated or storage._cdata in self._before:
             return
         empty = torch.empty(0, dtype=torch.uint8, device=x.device)
-        whole = empty.set_(storage, 0, (storage.nbytes(),), (1,))
+        storage_bytes = empty.set_(storage, 0, (storage.nbytes(),), (1,))
         with unobserved():
-            self._before[storage._cdata] = whole, whole.clone()
+            self._before[storage._cdata] = storage_bytes, storage_bytes.clone()
 
     def collective(self, call: Callable[..., dist.Work], arguments: Any, named: Any) -> CapturedWork:
         """Keep a call of a communication library, which is on streams of the graph then."""
         with _disable_current_modes():
-            recorded = trees.tree_map(self.kept, (arguments, named))
+            recorded = trees.tree_map(self.reference, (arguments, named))
         work = CapturedWork(self)
 
         def step() -> None:
-            words, more = trees.tree_map(tensor_of, recorded, is_leaf=lambda x: isinstance(x, Outside))
-            work.under_way = call(*words, **more)
+            positional, more = trees.tree_map(tensor_of, recorded, is_leaf=lambda x: isinstance(x, Outside))
+            work.under_way = call(*positional, **more)
 
         self.steps.append(step)
         return work
@@ -200,11 +200,11 @@ class Capture(TorchDispatchMode):
     def finish(self) -> None:
         """Undo what the capture has done."""
         with unobserved(), torch.no_grad():
-            for whole, values in self._before.values():
-                whole.copy_(values)
-            for one in self.made.values():
-                if one.is_floating_point():
-                    one.fill_(float("nan"))
+            for storage_bytes, values in self._before.values():
+                storage_bytes.copy_(values)
+            for tensor in self.allocated.values():
+                if tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
         self._before.clear()
 
 
@@ -235,7 +235,7 @@ def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         for name, value in (values | kwargs).items()
         if (alias := named[name].alias_info) is not None and alias.is_write
     ]
-    return [one for one in trees.tree_leaves(changed) if isinstance(one, Tensor)]
+    return [tensor for tensor in trees.tree_leaves(changed) if isinstance(tensor, Tensor)]
 
 
 @contextmanager
@@ -261,8 +261,8 @@ class Graph:
         global replayed
         assert self.capture is not None, "nothing was captured"
         replayed += 1
-        for one in self.capture.made.values():  # memory of no stream alone
-            torch.ops.aten.record_stream(one, torch.get_device_module(KIND).current_stream())
+        for tensor in self.capture.allocated.values():  # memory of no stream alone
+            torch.ops.aten.record_stream(tensor, torch.get_device_module(KIND).current_stream())
         with torch.no_grad():
             for step in self.capture.steps:
                 step()

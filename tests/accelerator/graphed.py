@@ -71,7 +71,7 @@ class Samples:
         job = self._job
         draw = [torch.Generator().manual_seed(i) for i in indices]
         ids = torch.stack(
-            [torch.randint(job.shape.vocab, (job.sequence + 1,), generator=one) for one in draw]
+            [torch.randint(job.shape.vocab, (job.sequence + 1,), generator=generator) for generator in draw]
         )
         return Batch(inputs=ids[:, :-1].contiguous(), targets=ids[:, 1:].contiguous())
 
@@ -97,7 +97,7 @@ def trained(job: Job) -> Trained:
     trainer = (AsyncTrainer if replica.asynchronous else Trainer)(task, TextProgress())
     numbers, scales = [held_out(replica, samples, 0)], list[float]()
     for number in range(STEPS):
-        numbers += [x for one in trainer.step() for x in (one.loss, one.norm) if x is not None]
+        numbers += [x for result in trainer.step() for x in (result.loss, result.norm) if x is not None]
         if number % 2:  # an evaluation waits for the weights, which a step must do by itself
             numbers.append(held_out(replica, samples, number))
         if number == STEPS // 2:

@@ -66,7 +66,7 @@ def about(folder: Path) -> dict[str, Any]:
     """Names, libraries, memory and random state."""
     os.environ["LOCAL_RANK"] = "2"
     before = devices.peak_memory(NPU)
-    held = torch.zeros(2**20, device=NPU)
+    buffer = torch.zeros(2**20, device=NPU)
     states = devices.random_states(NPU)
     plugin.Devices.generators[0].manual_seed(7)
     drawn = devices.random_state(NPU)
@@ -87,7 +87,7 @@ def about(folder: Path) -> dict[str, Any]:
         "states": sorted(states),
         "drew": not torch.equal(drawn, states["npu"]),
         "restored": torch.equal(devices.random_state(NPU), states["npu"]),
-        "mixed": error_of(lambda: held[:3] + torch.ones(3)),
+        "mixed": error_of(lambda: buffer[:3] + torch.ones(3)),
     }
 
 
@@ -108,9 +108,9 @@ def parts(folder: Path) -> dict[str, Any]:
     store.add(0, weights)
 
     def use() -> None:
-        held = store.fetch(0)
-        reported["store"] = [str(held.device), held.tolist()]
-        held.mul_(2)
+        buffer = store.fetch(0)
+        reported["store"] = [str(buffer.device), buffer.tolist()]
+        buffer.mul_(2)
         store.put(0)
         reported["written"] = store.fetch(0).tolist()
         store.release(0)
@@ -125,13 +125,15 @@ def parts(folder: Path) -> dict[str, Any]:
     reported["gradient"] = [str(copied.device), str(copied.dtype), copied.tolist()]
 
     x = torch.linspace(-1, 1, 8, device=NPU, requires_grad=True)
-    kept = ActivationCopies(devices.CopyStreams())
-    with kept.watching(()):
+    activations = ActivationCopies(devices.CopyStreams())
+    with activations.watching(()):
         y = (x.sin() * x.cos()).sum()
     expected = torch.autograd.grad((x.sin() * x.cos()).sum(), x)[0]
-    reported["offload_calls"] = called(kept.offload)
-    reported["on_host"] = sorted({str(one.host.device) for one in kept._saved if one.host is not None})
-    kept.reload()
+    reported["offload_calls"] = called(activations.offload)
+    reported["on_host"] = sorted(
+        {str(saved.host.device) for saved in activations._saved if saved.host is not None}
+    )
+    activations.reload()
     reported["offloaded"] = torch.equal(torch.autograd.grad(y, x)[0], expected)
 
     recorder = Recorder(NPU)
@@ -223,19 +225,19 @@ WAITING: dict[str, tuple[str, ...]] = {
 }
 
 
-def waits_of(folder: Path, model: str, *words: str) -> dict[str, int]:
+def waits_of(folder: Path, model: str, *overrides: str) -> dict[str, int]:
     """Where hosts wait in the fourth step of a job, on the busiest rank."""
     folder.mkdir()
-    config = job(folder, "train.device=npu", "optim.clip=1.0", "train.steps=5", *words, model=model)
+    config = job(folder, "train.device=npu", "optim.clip=1.0", "train.steps=5", *overrides, model=model)
     ranks = run_ranks(config.layout.to_layout().world, waiting_rank, config)
     return max((steps[3] for steps in ranks), key=lambda waits: sum(waits.values()))
 
 
 def waiting(folder: Path) -> dict[str, Any]:
     """In two jobs that have most of what could wait."""
-    words = ("layout.dp=2", "dp.mode=zero2", "train.dtype=float16", "data.packing=documents")
+    overrides = ("layout.dp=2", "dp.mode=zero2", "train.dtype=float16", "data.packing=documents")
     return {
-        "sharded in float16": waits_of(folder / "sharded", GPT, *words),
+        "sharded in float16": waits_of(folder / "sharded", GPT, *overrides),
         "experts": waits_of(folder / "experts", MOE, "layout.dp=2", "layout.ep=2"),
     }
 
@@ -288,7 +290,7 @@ def losses(folder: Path) -> list[list[float]]:
     return [[row["loss"], row["grad_norm"]] for row in lines(folder)]
 
 
-def trained(folder: Path, model: str, *words: str) -> dict[str, Any]:
+def trained(folder: Path, model: str, *overrides: str) -> dict[str, Any]:
     """The same job on devices and on the CPU."""
     result = dict[str, Any]()
     for kind in ("npu", "cpu"):
@@ -296,7 +298,7 @@ def trained(folder: Path, model: str, *words: str) -> dict[str, Any]:
         place.mkdir(parents=True)
         run_job(
             LANGUAGE,
-            job(place, "train.dtype=float64", f"train.device={kind}", *words, model=model),
+            job(place, "train.dtype=float64", f"train.device={kind}", *overrides, model=model),
             quiet=True,
         )
         result[kind] = losses(place)
@@ -306,13 +308,13 @@ def trained(folder: Path, model: str, *words: str) -> dict[str, Any]:
 
 def pipelines(folder: Path) -> dict[str, Any]:
     """Two pipelines with a trace, whose checkpoint the CPU goes on from."""
-    words = ("layout.pp=2", "layout.dp=2", "dp.mode=zero2", "train.dtype=float64")
-    words = (*words, "checkpoint.every=3", "metrics.trace=2")
-    result = trained(folder, GPT, *words)
+    overrides = ("layout.pp=2", "layout.dp=2", "dp.mode=zero2", "train.dtype=float64")
+    overrides = (*overrides, "checkpoint.every=3", "metrics.trace=2")
+    result = trained(folder, GPT, *overrides)
     (first,) = (folder / "npu").glob("runs/*/checkpoints/step-00000003")
     place = folder / "resumed"
     place.mkdir()
-    config = job(place, *words, "train.device=cpu")
+    config = job(place, *overrides, "train.device=cpu")
     config = replace(config, checkpoint=replace(config.checkpoint, resume=str(first)))
     run_job(LANGUAGE, config, quiet=True)
     return {**result, "resumed": losses(place)}
@@ -320,23 +322,25 @@ def pipelines(folder: Path) -> dict[str, Any]:
 
 def resumed_graphs(folder: Path) -> dict[str, Any]:
     """A job with graphs, whole and in two halves, and without them; all of it a run's."""
-    words = ("train.device=npu", "train.dtype=float64", "model.dropout=0", "checkpoint.every=3")
+    overrides = ("train.device=npu", "train.dtype=float64", "model.dropout=0", "checkpoint.every=3")
     result = dict[str, Any]()
     for name, value in (("plain", "off"), ("graphed", "microbatch")):
         (folder / name).mkdir()
-        run_job(LANGUAGE, job(folder / name, *words, "eval.every=2", f"train.graphs={value}"), quiet=True)
+        run_job(LANGUAGE, job(folder / name, *overrides, "eval.every=2", f"train.graphs={value}"), quiet=True)
         result[name] = losses(folder / name)
     (first,) = (folder / "graphed").glob("runs/*/checkpoints/step-00000003")
     place = folder / "resumed"
     place.mkdir()
-    run_job(LANGUAGE, job(place, *words, "train.graphs=microbatch", f"checkpoint.resume={first}"), quiet=True)
+    run_job(
+        LANGUAGE, job(place, *overrides, "train.graphs=microbatch", f"checkpoint.resume={first}"), quiet=True
+    )
     return {**result, "resumed": losses(place)}
 
 
 def sharded(folder: Path) -> dict[str, Any]:
     """Parameters and states in files, through pinned memory."""
-    words = ("dp.mode=zero3", "dp.offload=nvme", "dp.offload_parameters=nvme", f"dp.path={folder}")
-    return trained(folder, LLAMA, "layout.dp=2", *words)
+    overrides = ("dp.mode=zero3", "dp.offload=nvme", "dp.offload_parameters=nvme", f"dp.path={folder}")
+    return trained(folder, LLAMA, "layout.dp=2", *overrides)
 
 
 def tensors(folder: Path) -> dict[str, Any]:
@@ -351,8 +355,8 @@ def experts(folder: Path) -> dict[str, Any]:
 
 def short(folder: Path) -> dict[str, Any]:
     """16-bit weights, 8-bit products, optimiser states on the host, updates beside the backward."""
-    words = ("layout.dp=2", "precision.fp8=row", "dp.mode=zero2", "dp.offload=cpu", "optim.clip=null")
-    return trained(folder, LLAMA, *words, "train.dtype=bfloat16")
+    overrides = ("layout.dp=2", "precision.fp8=row", "dp.mode=zero2", "dp.offload=cpu", "optim.clip=null")
+    return trained(folder, LLAMA, *overrides, "train.dtype=bfloat16")
 
 
 def tables(folder: Path) -> dict[str, Any]:
@@ -366,8 +370,8 @@ def tables(folder: Path) -> dict[str, Any]:
 
 
 CASES = {
-    one.__name__: one
-    for one in (
+    case.__name__: case
+    for case in (
         *(about, parts, calibrated, pipelines, sharded, tensors, experts, short, tables, copies, ranks),
         *(waiting, waiting_all, failing, graphs, graphs_all, resumed_graphs),
     )

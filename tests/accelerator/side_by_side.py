@@ -73,18 +73,18 @@ def tried(work: Callable[[], Values], dropped: frozenset[str], races: Path) -> T
 
 def left_out(attempt: Callable[[frozenset[str]], Tried]) -> dict[str, Any]:
     """What is found of the work, and of it without each of its waits."""
-    whole = attempt(frozenset())
+    complete = attempt(frozenset())
     found = dict[str, Any]()
-    for wait in sorted(whole.waits):
+    for wait in sorted(complete.waits):
         try:
             without = attempt(frozenset({wait}))
         except (RuntimeError, StrettoError, IndexError, AssertionError) as error:
             found[wait] = [str(error)]
             continue
-        wrong = [name for name, x in whole.values.items() if not torch.equal(x, without.values[name])]
+        wrong = [name for name, x in complete.values.items() if not torch.equal(x, without.values[name])]
         found[wait] = [*sorted(without.races), *wrong]
-    values = {name: x.flatten()[:4].tolist() for name, x in whole.values.items()}
-    return {"races": sorted(whole.races), "deferred": whole.deferred, "values": values, "found": found}
+    values = {name: x.flatten()[:4].tolist() for name, x in complete.values.items()}
+    return {"races": sorted(complete.races), "deferred": complete.deferred, "values": values, "found": found}
 
 
 # ------------------------------------------------------------------ one process
@@ -108,9 +108,9 @@ def _shards(folder: Path) -> Values:
             store.add(key, torch.arange(4.0) + key)
         for _ in range(2):
             for key in range(3):
-                held = store.fetch(key)
+                buffer = store.fetch(key)
                 store.start_fetch((key + 1) % 3)
-                held.mul_(2)
+                buffer.mul_(2)
                 store.put(key)
         for key in range(3):
             found[f"{name} {key}"] = store.fetch(key).exp().cpu()
@@ -134,11 +134,11 @@ def _gradients() -> Values:
 def _activations() -> Values:
     """What a forward saves, offloaded, with other work before it is back."""
     x = torch.linspace(-1, 1, 8, device=NPU, requires_grad=True)
-    kept = ActivationCopies(CopyStreams())
-    with kept.watching(()):
+    activations = ActivationCopies(CopyStreams())
+    with activations.watching(()):
         y = (x.sin() * x.cos()).sum()
-    kept.offload()
-    kept.reload()
+    activations.offload()
+    activations.reload()
     (gradient,) = torch.autograd.grad(y, x)
     return {"activations": gradient.cpu()}
 

@@ -35,7 +35,7 @@ kernels.stream_now.restype = kernels.event_record.restype = ctypes.c_int64
 kernels.copies_deferred.restype = ctypes.c_int64
 calls = list[str]()  # of streams, events and devices
 waits = set[str]()  # that were made
-dropped = {one for one in os.environ.get("STRETTO_FAKE_NPU_DROP", "").split("; ") if one}
+dropped = {wait_name for wait_name in os.environ.get("STRETTO_FAKE_NPU_DROP", "").split("; ") if wait_name}
 
 
 def load() -> None:
@@ -265,9 +265,9 @@ class HostWork(dist.Work):
 
     def wait(self, *timeout: Any) -> bool:
         fake_graphs.forbid("a wait for work that is not captured")
-        made = is_made("wait")
+        goes_on = is_made("wait")
         self.complete(*timeout)
-        if made:
+        if goes_on:
             kernels.event_wait(self._done.number, ctypes.c_int64(kernels.stream_now()))
         with unobserved():
             for device, host in self._copies:
@@ -359,7 +359,9 @@ def _through_host(name: str) -> Callable[..., dist.Work]:
 
         def copied(value: Any, read: bool) -> Any:
             if not isinstance(value, Tensor):
-                return [copied(one, read) for one in value] if isinstance(value, list | tuple) else value
+                return (
+                    [copied(element, read) for element in value] if isinstance(value, list | tuple) else value
+                )
             if value.device.type != KIND:
                 raise RuntimeError(f"{LIBRARY} {name}: a tensor of {value.device}")
             used(value, writes=not read, by=f"{name} that {_caller()} starts")

@@ -31,26 +31,35 @@ SOURCE = Path(stretto.__file__).parents[1]  # with a planted fault, where there 
 Reports = dict[str, dict[str, Any]]
 
 
-def compiled(compiler: str, kept: Path) -> Path:
+def compiled(compiler: str, cache: Path) -> Path:
     """The library of the device. It takes long to compile, so it is kept in a folder for later runs of the
     same sources with the same torch and compiler.
     """
     root = Path(torch.__file__).parent
     includes = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
     links = [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
-    words = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", *includes, str(HERE / "kernels.cpp"), *links]
+    command = [
+        compiler,
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        *includes,
+        str(HERE / "kernels.cpp"),
+        *links,
+    ]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     sources = [
         file.read_text(encoding="utf-8") for file in sorted(HERE.iterdir()) if file.suffix in (".cpp", ".h")
     ]
-    key = hashlib.sha256("\0".join((*sources, *words, version, torch.__version__)).encode()).hexdigest()
-    library, made = kept / f"{key[:16]}.so", kept / f"{os.getpid()}.so"
+    key = hashlib.sha256("\0".join((*sources, *command, version, torch.__version__)).encode()).hexdigest()
+    library, unfinished = cache / f"{key[:16]}.so", cache / f"{os.getpid()}.so"
     if not library.exists():
         done = subprocess.run(
-            [*words, "-o", str(made)], capture_output=True, text=True, timeout=240, check=False
+            [*command, "-o", str(unfinished)], capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        made.replace(library)  # whole or not at all
+        unfinished.replace(library)  # whole or not at all
     return library
 
 
@@ -63,10 +72,10 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("npu")
     cache = getattr(request.config, "cache", None)  # none with `-p no:cacheprovider`
     library = compiled(compiler, folder if cache is None else cache.mkdir("npu"))
-    facts = folder / "stretto_fake_npu-1.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: stretto-fake-npu\nVersion: 1\n")
-    (facts / "entry_points.txt").write_text("[torch.backends]\nstretto_fake_npu = stretto_fake_npu:load\n")
+    metadata = folder / "stretto_fake_npu-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stretto-fake-npu\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\nstretto_fake_npu = stretto_fake_npu:load\n")
     path = os.pathsep.join(map(str, (SOURCE, HERE.parent, HERE, folder)))
     return {
         **os.environ,
@@ -83,10 +92,10 @@ def report(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 
     def run(*cases: str, timeout: float = 240) -> Reports:
         folder, races = tmp_path_factory.mktemp("cases"), Path(environment["STRETTO_FAKE_NPU_RACES"])
-        words = [sys.executable, str(HERE / "on_npu.py"), str(folder), *cases]
+        command = [sys.executable, str(HERE / "on_npu.py"), str(folder), *cases]
         races.unlink(missing_ok=True)
         done = subprocess.run(
-            words, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+            command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )
         assert done.returncode == 0, done.stderr[-6000:]
         if cases != ("tables",):  # streams may use other rows of one table at a time
@@ -182,11 +191,11 @@ def test_a_repeated_forward_draws_the_same_numbers(reports: Reports) -> None:
     assert reports["parts"]["drawn_again"]
 
 
-def close(ours: list[list[float | None]], theirs: list[list[float | None]], rel: float) -> None:
+def close(computed: list[list[float | None]], expected: list[list[float | None]], rel: float) -> None:
     """Losses and norms of the same number of steps, which fall."""
-    assert len(ours) == len(theirs) > 0
-    for one, other in zip(ours, theirs, strict=True):
-        assert one == pytest.approx(other, rel=rel)
+    assert len(computed) == len(expected) > 0
+    for row, other in zip(computed, expected, strict=True):
+        assert row == pytest.approx(other, rel=rel)
 
 
 def test_jobs_on_devices_train_like_those_on_the_cpu(reports: Reports) -> None:

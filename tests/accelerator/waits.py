@@ -46,8 +46,10 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), func._schema.name.partition("::")[2]
-        given = [one for one in trees.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if not any(one.device.type == self._kind for one in (*given, result) if isinstance(one, Tensor)):
+        given = [tensor for tensor in trees.tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        if not any(
+            tensor.device.type == self._kind for tensor in (*given, result) if isinstance(tensor, Tensor)
+        ):
             return result
         if name in ("_to_copy", "copy_"):
             ends = (args[1], args[0]) if name == "copy_" else (args[0], result)
@@ -59,7 +61,7 @@ class Waits(TorchDispatchMode):
             or (name == "repeat_interleave" and (kwargs or {}).get("output_size") is None)
             or (
                 name in ("index", "index_put_", "_index_put_impl_")
-                and any(one is not None and one.dtype == torch.bool for one in args[1])
+                and any(index is not None and index.dtype == torch.bool for index in args[1])
             )
         ):
             self.note(name)

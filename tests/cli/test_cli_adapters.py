@@ -50,11 +50,11 @@ def stretto(*arguments: str) -> Any:
 def tuned(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has trained adapters on two tensor-parallel ranks."""
     runs = tmp_path_factory.mktemp("runs")
-    made = stretto("checkpoint", "import", str(base), "--out", str(runs / "base"))
+    imported = stretto("checkpoint", "import", str(base), "--out", str(runs / "base"))
     text = write_text(runs / "text.txt")
     stretto(
         "train",
-        made["config"],
+        imported["config"],
         *(f"data.source={text}", "data.vocab=300", f"data.cache={runs / 'cache'}", "data.sequence=16"),
         *(
             "lora.rank=4",
@@ -87,34 +87,34 @@ def test_adapters_come_back_with_their_base(base: Path, tuned: Path, tmp_path: P
     folder = tmp_path / "adapters"
     stretto("checkpoint", "export", str(tuned), "--adapters", "--out", str(folder))
     assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    made = stretto(
+    imported = stretto(
         "checkpoint", "import", str(base), "--adapters", str(folder), "--out", str(tmp_path / "back")
     )
-    ours, _ = read_whole(tuned / "checkpoints" / "step-00000004")
-    theirs, _ = read_whole(made["path"])
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert sum(map(is_adapter, ours)) == 2 * 2 * 7
+    trained, _ = read_whole(tuned / "checkpoints" / "step-00000004")
+    reimported, _ = read_whole(imported["path"])
+    assert trained.keys() == reimported.keys()
+    assert all(torch.equal(trained[name], reimported[name]) for name in trained)
+    assert sum(map(is_adapter, trained)) == 2 * 2 * 7
     size = sum(tensor.nbytes for tensor in load_file(folder / "adapter_model.safetensors").values())
-    assert size == sum(tensor.nbytes for name, tensor in ours.items() if is_adapter(name))
+    assert size == sum(tensor.nbytes for name, tensor in trained.items() if is_adapter(name))
     text = write_text(tmp_path / "text.txt")
     stretto(
         "train",
-        made["config"],
+        imported["config"],
         *(f"data.source={text}", "data.vocab=300", f"data.cache={tmp_path / 'cache'}", "data.sequence=16"),
         *("train.steps=1", "train.device=cpu", "run.name=further"),
     )
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "phrase"),
     [((), "has adapters"), (("--adapters", "--merge"), "--adapters and --merge")],
 )
 def test_an_export_says_what_becomes_of_adapters(
-    tuned: Path, tmp_path: Path, options: tuple[str, ...], words: str
+    tuned: Path, tmp_path: Path, options: tuple[str, ...], phrase: str
 ) -> None:
     result = CliRunner().invoke(
         app, ["checkpoint", "export", str(tuned), "--out", str(tmp_path / "out"), *options]
     )
     assert result.exit_code != 0
-    assert words in result.output + str(result.exception)
+    assert phrase in result.output + str(result.exception)

@@ -32,29 +32,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(folder: Path, *words: str, at: str = "data") -> list[str]:
+def command(folder: Path, *overrides: str, at: str = "data") -> list[str]:
     tokenizer = f"data.tokenizer={folder / 'model'}"
-    return ["train", str(job_file(folder, LLAMA)), tokenizer, "data.vocab=300", "train.steps=2", *words]
+    return ["train", str(job_file(folder, LLAMA)), tokenizer, "data.vocab=300", "train.steps=2", *overrides]
 
 
 ENDS = ("data.end_of_text=<eos>", "data.begin_of_text=<bos>")
 
 
 def test_a_run_asks_says_keeps_and_compares_them(folder: Path, stretto: CommandLine) -> None:
-    said = stretto.error(*command(folder))
-    assert "no end-of-text token that the model's files agree on; in question: <turn> (258)" in said
-    assert "data.end_of_text=TOKEN" in said
+    errors = stretto.error(*command(folder))
+    assert "no end-of-text token that the model's files agree on; in question: <turn> (258)" in errors
+    assert "data.end_of_text=TOKEN" in errors
     assert "texts end with <eos> (257) and begin with <bos> (256); " in stretto(
         *command(folder, *ENDS, "sample.tokens=0")
     )
     meta: dict[str, Any] = read_manifest(folder / "runs" / "tiny" / "checkpoints" / "step-00000002").meta
     assert (meta["end_of_text"], meta["begin_of_text"]) == (257, 256)
     more = ["train.steps=3", "checkpoint.resume=auto", "sample.tokens=0"]
-    said = stretto.error(*command(folder, ENDS[0], "data.begin_of_text=''", *more))
+    errors = stretto.error(*command(folder, ENDS[0], "data.begin_of_text=''", *more))
     assert (
-        "texts end with token 257 and begin with token 256 there, and here texts end with token 257" in said
+        "texts end with token 257 and begin with token 256 there, and here texts end with token 257" in errors
     )
-    assert "data.end_of_text=257 data.begin_of_text=256" in said
+    assert "data.end_of_text=257 data.begin_of_text=256" in errors
     stretto(*command(folder, "data.end_of_text=257", "data.begin_of_text=256", *more))
 
 
@@ -69,8 +69,8 @@ def test_prompts_begin_as_texts_do(folder: Path) -> None:
 def test_evaluation_reads_text_with_the_same(folder: Path, stretto: CommandLine) -> None:
     other = folder / "other.txt"
     other.write_text("abc " * 20)
-    facts = stretto.json("evaluate", str(folder / "runs" / "tiny"), "--data", str(other))
-    assert facts["tokens"] == 81  # predicted: 80 bytes and the end, after the begin
+    report = stretto.json("evaluate", str(folder / "runs" / "tiny"), "--data", str(other))
+    assert report["tokens"] == 81  # predicted: 80 bytes and the end, after the begin
     built = [
         "data",
         "build",
@@ -94,12 +94,18 @@ def test_an_export_has_them(folder: Path, stretto: CommandLine) -> None:
     stretto("checkpoint", "export", str(folder / "runs" / "tiny"), "--out", str(out))
     config = json.loads((out / "config.json").read_text())
     assert (config["eos_token_id"], config["bos_token_id"]) == (257, 256)
-    kept = json.loads((out / "tokenizer_config.json").read_text())
-    assert (kept["eos_token"], kept["bos_token"], kept["add_bos_token"]) == ("<eos>", "<bos>", True)
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert (settings["eos_token"], settings["bos_token"], settings["add_bos_token"]) == (
+        "<eos>",
+        "<bos>",
+        True,
+    )
 
 
 def test_tokens_of_another_tokenizer_than_the_config_names(folder: Path, stretto: CommandLine) -> None:
     other = folder / "text.txt"
     stretto("data", "build", str(other), "--vocab", "300", "--out", str(folder / "trained"))
-    said = stretto.error(*command(folder, f"data.source={folder / 'trained'}", "run.name=other"))
-    assert f"data.tokenizer is {folder / 'model'}: the tokens of {folder / 'trained'} are of another" in said
+    errors = stretto.error(*command(folder, f"data.source={folder / 'trained'}", "run.name=other"))
+    assert (
+        f"data.tokenizer is {folder / 'model'}: the tokens of {folder / 'trained'} are of another" in errors
+    )

@@ -53,16 +53,16 @@ def test_json_is_one_object_with_profile_and_path(
     measured: None, tmp_path: Path, stretto: CommandLine
 ) -> None:
     out = tmp_path / "my.yaml"
-    facts = stretto.json("calibrate", "--quick", "--seconds", "20", "--out", out)
+    report = stretto.json("calibrate", "--quick", "--seconds", "20", "--out", out)
     assert calls[-1] == (None, True, True, "auto", 20.0)
-    assert facts["path"] == str(out)
-    assert facts["profile"]["layer_us"] == pytest.approx(1000)
-    assert facts["profile"]["collectives"]["all-reduce"][0] == [4, 4, 4096, 0.002]
+    assert report["path"] == str(out)
+    assert report["profile"]["layer_us"] == pytest.approx(1000)
+    assert report["profile"]["collectives"]["all-reduce"][0] == [4, 4, 4096, 0.002]
     assert find_cluster(out).computing == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         (["--out", "{tmp}/none/here.yaml"], "no folder"),
         (["--out", "{tmp}/here.txt"], "a profile is a YAML file"),
@@ -72,11 +72,11 @@ def test_json_is_one_object_with_profile_and_path(
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(
-    measured: None, tmp_path: Path, stretto: CommandLine, words: list[str], says: str
+    measured: None, tmp_path: Path, stretto: CommandLine, arguments: list[str], says: str
 ) -> None:
     (tmp_path / "folder.yaml").mkdir()
     before = len(calls)
-    error = stretto.error("calibrate", *(word.format(tmp=tmp_path) for word in words))
+    error = stretto.error("calibrate", *(word.format(tmp=tmp_path) for word in arguments))
     assert error.startswith("error: ")
     assert says in error
     assert len(calls) == before

@@ -39,7 +39,9 @@ def damage(folder: Path) -> None:
 def test_whole(folder: Path, stretto: CommandLine, command: str, inner: str) -> None:
     answered = stretto.json("checkpoint", command, folder / inner)
     assert answered["ok"]
-    assert [(one["step"], one["ok"], one["world"]) for one in answered["checkpoints"]] == [
+    assert [
+        (checkpoint["step"], checkpoint["ok"], checkpoint["world"]) for checkpoint in answered["checkpoints"]
+    ] == [
         (20, True, 1),
         (10, True, 1),
     ]
@@ -49,7 +51,7 @@ def test_whole(folder: Path, stretto: CommandLine, command: str, inner: str) -> 
 def test_damage(folder: Path, stretto: CommandLine) -> None:
     damage(folder)
     answered = stretto.json("checkpoint", "verify", folder, code=1)
-    assert [one["ok"] for one in answered["checkpoints"]] == [False, True]
+    assert [checkpoint["ok"] for checkpoint in answered["checkpoints"]] == [False, True]
     assert "shard-00000.safetensors: crc32 is" in answered["checkpoints"][0]["problems"][0]
     assert stretto.json("checkpoint", "list", folder)["ok"], "list does not read contents"
     assert stretto.json("checkpoint", "verify", folder / "checkpoints" / "step-00000010")["ok"]
@@ -131,8 +133,8 @@ NAMES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_help_of_import_names_every_family(family: str, stretto: CommandLine) -> None:
-    said = " ".join(stretto("checkpoint", "import", "--help").split())
-    assert NAMES.get(family, family.capitalize()) in said
+    printed = " ".join(stretto("checkpoint", "import", "--help").split())
+    assert NAMES.get(family, family.capitalize()) in printed
 
 
 def test_list_and_verify_import_no_torch(folder: Path) -> None:
@@ -163,13 +165,13 @@ def test_distributed_checkpoints_go_out_and_come_back(tmp_path: Path, stretto: C
     )
     assert (back["path"], back["dtype"]) == (str(tmp_path / "back/checkpoints/step-00000000"), "float32")
     assert stretto.json("checkpoint", "verify", tmp_path / "back")["ok"]
-    for arguments, said in (
+    for arguments, message in (
         (["--format", "dcp"], "--format dcp needs --model"),
         (["--format", "dcp", "--model", "llama3-8b"], "tok_embeddings.weight has shape [300, 8] in"),
         (["--model", str(model)], "--model and --weights-only are of --format dcp"),
         ([], "is a checkpoint of torch.distributed.checkpoint"),
     ):
-        assert said in stretto.error(
+        assert message in stretto.error(
             "checkpoint", "import", str(out), *arguments, "--out", str(tmp_path / "no")
         )
         assert not (tmp_path / "no").exists()
@@ -195,11 +197,11 @@ def test_checkpoints_of_megatron_go_out_and_come_back(tmp_path: Path, stretto: C
     assert stretto.json("checkpoint", "verify", tmp_path / "back")["ok"]
     shapes = [read_manifest(path).meta["model"] for path in (tmp_path / "back/checkpoints").glob("step-*")]
     assert shapes[0]["ffn"] == 8
-    for arguments, said in (
+    for arguments, message in (
         ([], "is a checkpoint of Megatron"),
         (["--format", "megatron", "--model", "llama3-8b"], "has shape"),
     ):
-        assert said in stretto.error(
+        assert message in stretto.error(
             "checkpoint", "import", str(out), *arguments, "--out", str(tmp_path / "no")
         )
         assert not (tmp_path / "no").exists()

@@ -28,26 +28,26 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_clicks_and_info_say_the_same(log: Path, stretto: CommandLine):
-    made = answer(stretto, "clicks", "day_0", "day_1", "--out", "out", "--threshold", "3")
+    report = answer(stretto, "clicks", "day_0", "day_1", "--out", "out", "--threshold", "3")
     folder = ClickFolder("out")
-    assert (made["samples"], made["base_rate"], made["path"]) == (240, folder.base_rate, "out")
-    assert [each["rows"] for each in made["features"]] == list(folder.table_rows().values())
-    assert made["malformed"] == [["day_1", 121, "2 columns, not 40"]]
-    assert made["parts"] == [["day_0", 120], ["day_1", 120]]
+    assert (report["samples"], report["base_rate"], report["path"]) == (240, folder.base_rate, "out")
+    assert [each["rows"] for each in report["features"]] == list(folder.table_rows().values())
+    assert report["malformed"] == [["day_1", 121, "2 columns, not 40"]]
+    assert report["parts"] == [["day_0", 120], ["day_1", 120]]
     assert folder.transform is not None
     assert folder.transform.threshold == 3
-    assert answer(stretto, "info", "out") == made
-    assert answer(stretto, "info", "out", "--verify") == made | {"verified": True}
+    assert answer(stretto, "info", "out") == report
+    assert answer(stretto, "info", "out", "--verify") == report | {"verified": True}
     assert answer(stretto, "clicks", "day_*", "--out", "out", "--threshold", "3")["samples"] == 240
 
 
 def test_other_formats_and_ways(log: Path, stretto: CommandLine):
     columns = ("--label", "clicked", "--numbers", "age", "--features", "city")
-    made = answer(stretto, "clicks", "rows.csv", *columns, "--out", "a", "--hash", "16", "--missing-flags")
-    assert (made["samples"], made["numbers"], made["features"][0]["rows"]) == (3, 2, 16)
-    assert made["features"][0]["name"] == "city"
-    made = answer(stretto, "clicks", "day_0", "--out", "b", "--raw")
-    assert made["features"][0]["rows"] is None
+    report = answer(stretto, "clicks", "rows.csv", *columns, "--out", "a", "--hash", "16", "--missing-flags")
+    assert (report["samples"], report["numbers"], report["features"][0]["rows"]) == (3, 2, 16)
+    assert report["features"][0]["name"] == "city"
+    report = answer(stretto, "clicks", "day_0", "--out", "b", "--raw")
+    assert report["features"][0]["rows"] is None
 
 
 def test_text_for_people(log: Path, stretto: CommandLine):

@@ -18,15 +18,17 @@ def answer(stretto: CommandLine, *arguments: str) -> dict[str, Any]:
 
 def test_a_log_is_generated_once_with_its_best_possible_entropy(tmp_path: Path, stretto: CommandLine):
     out = str(tmp_path / "clicks")
-    made = answer(stretto, "--out", out, *SMALL, "--seed", "4", "--base-rate", "0.4")
+    report = answer(stretto, "--out", out, *SMALL, "--seed", "4", "--base-rate", "0.4")
     folder = ClickFolder(out)
     assert [feature.rows for feature in folder.features] == [10, 100, 1000]
-    assert (made["samples"], made["path"], made["format"]) == (2000, out, "folder")
-    assert made["base_rate"] == pytest.approx(folder.base_rate)
-    assert made["base_rate"] == pytest.approx(0.4, abs=0.05)
-    assert 0.5 < made["best"]["train"]["entropy"] < 1
-    assert made["best"]["valid"]["samples"] == 200
-    assert answer(stretto, "--out", out, *SMALL, "--seed", "4", "--base-rate", "0.4") == made | {"kept": True}
+    assert (report["samples"], report["path"], report["format"]) == (2000, out, "folder")
+    assert report["base_rate"] == pytest.approx(folder.base_rate)
+    assert report["base_rate"] == pytest.approx(0.4, abs=0.05)
+    assert 0.5 < report["best"]["train"]["entropy"] < 1
+    assert report["best"]["valid"]["samples"] == 200
+    assert answer(stretto, "--out", out, *SMALL, "--seed", "4", "--base-rate", "0.4") == report | {
+        "kept": True
+    }
 
 
 def test_several_ids_and_text(tmp_path: Path, stretto: CommandLine):

@@ -18,13 +18,13 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["dryrun", QUICK, *SMALL, "optim.name=adamw", "layout.tp=2", "--rank", "3", "--json"]
     assert main.run(arguments) == 0
     output = capsys.readouterr()
-    facts = json.loads(output.out)
+    report = json.loads(output.out)
     assert output.err == ""
-    assert facts["rank"] == 3
-    assert set(facts["coordinates"]) == {"tp", "cp", "dp", "pp"}
+    assert report["rank"] == 3
+    assert set(report["coordinates"]) == {"tp", "cp", "dp", "pp"}
     for name in ("flops", "bytes", "calls"):
-        assert facts[name] == facts["predicted"][name] != {}
-    assert facts["predicted"]["peak_memory_bytes"] == pytest.approx(facts["peak_memory_bytes"], rel=0.05)
+        assert report[name] == report["predicted"][name] != {}
+    assert report["predicted"]["peak_memory_bytes"] == pytest.approx(report["peak_memory_bytes"], rel=0.05)
 
 
 def test_text_stands_beside_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,11 +45,11 @@ def test_lines_say_how_far_it_is(stretto: CommandLine, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("arguments", "error"),
     [(["--rank", "4"], "rank 4 is outside the layout"), (["layout.tp=3"], "layout.tp is 3")],
 )
-def test_bad_input(stretto: CommandLine, words: list[str], error: str) -> None:
-    err = stretto.error("dryrun", QUICK, *words)
+def test_bad_input(stretto: CommandLine, arguments: list[str], error: str) -> None:
+    err = stretto.error("dryrun", QUICK, *arguments)
     assert error in err
     assert "hint: " in err
 

@@ -46,8 +46,8 @@ def test_every_layout_writes_the_same_text(folder: Path, stretto: CommandLine) -
 
 def test_text_is_a_function_of_the_seed(folder: Path, stretto: CommandLine) -> None:
     run_ = folder / "runs" / "single"
-    one, two, other = (written(stretto, run_, "--tokens", 24, "--seed", seed)["text"] for seed in (3, 3, 4))
-    assert one == two != other
+    first, two, other = (written(stretto, run_, "--tokens", 24, "--seed", seed)["text"] for seed in (3, 3, 4))
+    assert first == two != other
     greedy = [written(stretto, run_, "--temperature", 0, "--seed", seed)["text"] for seed in (1, 2)]
     assert greedy[0] == greedy[1]
 
@@ -138,25 +138,25 @@ def test_several_prompts_are_written_as_each_alone(
     assert run([str(x) for x in ("generate", talker, "--prompt", prompts[0], "--prompts",
                                  tmp_path / "prompts.txt", *options, "--json")]) == 0  # fmt: skip
     outputs = json.loads(capsys.readouterr().out)["outputs"]
-    assert [one["prompt"] for one in outputs] == prompts
-    for seed, one in enumerate(outputs):
-        alone = written(stretto, talker, "--prompt", one["prompt"], *options, "--seed", seed)
-        assert alone["text"] == one["prompt"] + one["text"]
+    assert [output["prompt"] for output in outputs] == prompts
+    for seed, output in enumerate(outputs):
+        alone = written(stretto, talker, "--prompt", output["prompt"], *options, "--seed", seed)
+        assert alone["text"] == output["prompt"] + output["text"]
 
 
 def test_a_chat_is_answered_by_the_runs_own_template(
     talker: Path, tmp_path: Path, stretto: CommandLine
 ) -> None:
     options = ["--chat", "--tokens", 30, "--temperature", 0]
-    said = written(stretto, talker, "--prompt", "question 3 0?", *options)
+    report = written(stretto, talker, "--prompt", "question 3 0?", *options)
     start = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou help.<|eot_id|>"
     turn = "<|start_header_id|>user<|end_header_id|>\n\nquestion 3 0?<|eot_id|>"
     asked = f"{start}{turn}<|start_header_id|>assistant<|end_header_id|>\n\n"
-    assert said["outputs"] == [
-        {"prompt": asked, "text": said["text"], "tokens": said["outputs"][0]["tokens"], "ended": False}
+    assert report["outputs"] == [
+        {"prompt": asked, "text": report["text"], "tokens": report["outputs"][0]["tokens"], "ended": False}
     ]
     rows = write_chats(tmp_path / "rows.jsonl", [[user("question 3 0?"), assistant("known")]])
-    assert written(stretto, talker, "--prompts", rows, *options)["text"] == said["text"]
+    assert written(stretto, talker, "--prompts", rows, *options)["text"] == report["text"]
     assert "--chat answers them" in stretto.error("generate", str(talker), "--prompts", str(rows))
     assert "add --chat" in stretto.error(
         "generate", str(talker), "--prompt", "a", "--chat-template", "default"
@@ -174,17 +174,17 @@ def test_a_chats_row_gives_its_template_tools_and_variables(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--chat", "--chat-template", template, "--prompts", path, "--tokens", 1]
     outputs = written(stretto, talker, *options)["outputs"]
-    assert [one["prompt"] for one in outputs] == ["add brief: hello"] * 2
+    assert [output["prompt"] for output in outputs] == ["add brief: hello"] * 2
 
 
 def test_texts_and_tokens_end_a_text(talker: Path, stretto: CommandLine) -> None:
     options = ["--chat", "--prompt", "question 3 0?", "--tokens", 30, "--temperature", 0]
-    whole = written(stretto, talker, *options)["text"]
-    cut = whole[len(whole) // 2 :][:2]
+    uncut = written(stretto, talker, *options)["text"]
+    cut = uncut[len(uncut) // 2 :][:2]
     ended = written(stretto, talker, *options, "--stop", cut)["outputs"][0]
-    assert ended["text"] == whole[: whole.index(cut)]
+    assert ended["text"] == uncut[: uncut.index(cut)]
     assert ended["ended"]
-    assert stretto("generate", talker, *options, "--stop", cut) == whole[: whole.index(cut)] + "\n"
+    assert stretto("generate", talker, *options, "--stop", cut) == uncut[: uncut.index(cut)] + "\n"
 
 
 def test_a_run_without_a_template_answers_no_chat(folder: Path, stretto: CommandLine) -> None:

@@ -40,8 +40,8 @@ def test_an_example_that_was_written_is_the_example(stretto: CommandLine, name: 
 def test_an_example_that_is_trained_by_name_is_announced(stretto: CommandLine) -> None:
     announced = "config quickstart: comes with the package; a copy to change: stretto init quickstart\n"
     with mock.patch("stretto.cli.train._train_locally", side_effect=StrettoError("trained")):
-        for words, expected in (((), announced), (("--json",), "")):
-            assert stretto("train", "quickstart", *words, code=BAD_INPUT) == expected
+        for options, expected in (((), announced), (("--json",), "")):
+            assert stretto("train", "quickstart", *options, code=BAD_INPUT) == expected
         Path("quickstart").write_text((EXAMPLES / "quickstart.yaml").read_text())
         assert stretto("train", "quickstart", code=BAD_INPUT) == ""
 

@@ -28,10 +28,12 @@ def test_one_node_and_one_rank_are_in_the_singular(
     kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(CONFIG).parent)
-    words = ["layout.dp=1", "layout.pp=1", "--gpus-per-node", "1"]
-    words += ["--requeues", "1"] if kind in ("slurm", "ray") else []
-    words += {"kubernetes": ["--own-runtime", "--image", "a"], "sky": ["--accelerator", "H100"]}.get(kind, [])
-    assert main.run(["launch", kind, "quickstart.yaml", *words]) == 0
+    arguments = ["layout.dp=1", "layout.pp=1", "--gpus-per-node", "1"]
+    arguments += ["--requeues", "1"] if kind in ("slurm", "ray") else []
+    arguments += {"kubernetes": ["--own-runtime", "--image", "a"], "sky": ["--accelerator", "H100"]}.get(
+        kind, []
+    )
+    assert main.run(["launch", kind, "quickstart.yaml", *arguments]) == 0
     captured = capsys.readouterr()
     assert "# 1 node x 1 rank = 1 rank\n" in captured.out
     assert captured.err.startswith("1 node x 1 rank = 1 rank (single), 1 GPU per node")
@@ -78,15 +80,15 @@ def test_a_rank_has_a_gpu_unless_said_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         ([], "--job-name=quickstart\n"),
         (["run.name=llama-7b"], "--job-name=llama-7b\n"),
         (["run.name=llama-7b", "--job-name", "l7"], "--job-name=l7\n"),
     ],
 )
-def test_the_job_has_the_run_s_name(words: list[str], says: str, stretto: CommandLine) -> None:
-    text = stretto("launch", "slurm", CONFIG, "--nodes", "2", "--requeues", "7", *words)
+def test_the_job_has_the_run_s_name(arguments: list[str], says: str, stretto: CommandLine) -> None:
+    text = stretto("launch", "slurm", CONFIG, "--nodes", "2", "--requeues", "7", *arguments)
     assert says in text
     assert '[ "${SLURM_RESTART_COUNT:-0}" -ge 7 ]' in text
 
@@ -111,8 +113,8 @@ def test_paths_of_other_machines_are_not_looked_for(
 
 @pytest.mark.parametrize("mount", ["/scratch/me:/other", "/claim:/claim"])
 def test_paths_of_this_machine_are_looked_for(mount: str, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["slurm", CONFIG, "--image", "i.sif", "--mount", mount, "data.source=/claim/text"]
-    assert main.run(["launch", *words]) == 2
+    arguments = ["slurm", CONFIG, "--image", "i.sif", "--mount", mount, "data.source=/claim/text"]
+    assert main.run(["launch", *arguments]) == 2
     assert "data.source is /claim/text" in capfd.readouterr().err
 
 
@@ -137,9 +139,9 @@ def test_the_image_says_what_runs_it(image: str, runs: str, stretto: CommandLine
 
 
 def test_json_holds_the_script(stretto: CommandLine) -> None:
-    facts = stretto.json("launch", "slurm", CONFIG, "--nodes", "1")
-    assert facts["ranks_per_node"] == 4
-    assert facts["script"].endswith("\n")
+    report = stretto.json("launch", "slurm", CONFIG, "--nodes", "1")
+    assert report["ranks_per_node"] == 4
+    assert report["script"].endswith("\n")
 
 
 @pytest.mark.parametrize(

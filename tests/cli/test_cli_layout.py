@@ -15,22 +15,22 @@ from stretto.view.grid import grid_svg
 
 
 def test_json_has_the_layout_s_groups(stretto: CommandLine) -> None:
-    facts = stretto.json("layout", "--world", "16", "--tp", "2", "--pp", "4", "--order", "tp-pp-dp")
+    report = stretto.json("layout", "--world", "16", "--tp", "2", "--pp", "4", "--order", "tp-pp-dp")
     layout = Layout(tp=2, pp=4, dp=2, order="tp-pp-dp")
-    assert facts["world"] == 16
-    assert facts["sizes"] == {"tp": 2, "cp": 1, "ep": 1, "dp": 2, "pp": 4}
-    assert facts["order"] == "tp-pp-dp-cp-ep"
-    assert facts["coordinates"] == [layout.coordinates(rank) for rank in range(16)]
-    assert facts["groups"] == {axis: layout.groups(axis) for axis in ("tp", "pp", "dp", "cp")}
-    assert facts["groups"]["pp"][0] == [0, 2, 4, 6]
+    assert report["world"] == 16
+    assert report["sizes"] == {"tp": 2, "cp": 1, "ep": 1, "dp": 2, "pp": 4}
+    assert report["order"] == "tp-pp-dp-cp-ep"
+    assert report["coordinates"] == [layout.coordinates(rank) for rank in range(16)]
+    assert report["groups"] == {axis: layout.groups(axis) for axis in ("tp", "pp", "dp", "cp")}
+    assert report["groups"]["pp"][0] == [0, 2, 4, 6]
 
 
 def test_experts_are_added(stretto: CommandLine) -> None:
-    facts = stretto.json("layout", "--world", "8", "--tp", "2", "--ep", "2")
-    assert facts["groups"]["ep"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert facts["expert"]["sizes"] == {"tp": 2, "ep": 2, "dp": 2, "pp": 1}
-    assert facts["expert"]["groups"]["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert facts["expert"]["coordinates"][2] == {"tp": 0, "ep": 1, "dp": 0, "pp": 0}
+    report = stretto.json("layout", "--world", "8", "--tp", "2", "--ep", "2")
+    assert report["groups"]["ep"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert report["expert"]["sizes"] == {"tp": 2, "ep": 2, "dp": 2, "pp": 1}
+    assert report["expert"]["groups"]["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert report["expert"]["coordinates"][2] == {"tp": 0, "ep": 1, "dp": 0, "pp": 0}
 
 
 def test_text_shows_every_rank_with_its_place(stretto: CommandLine) -> None:
@@ -62,28 +62,28 @@ def test_groups_over_any_axes_are_listed(stretto: CommandLine) -> None:
     shown = stretto("layout", *layout, "--groups", "tp-pp,dp")
     assert "tp-pp: 2 groups of 8\n   0  2 nodes   [0, 1, 4, 5, 8, 9, 12, 13]\n" in shown
     assert "\ndp: 8 groups of 2\n   0  1 node    [0, 2]\n" in shown
-    facts = stretto.json("layout", *layout, "--groups", "tp-pp")
-    assert facts["groups"]["tp-pp"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+    report = stretto.json("layout", *layout, "--groups", "tp-pp")
+    assert report["groups"]["tp-pp"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
 
 
 def test_json_says_what_is_sent_where(stretto: CommandLine) -> None:
-    facts = stretto.json("layout", "--world", "32", "--tp", "8", "--pp", "2", "--cluster", "dgx-h100")
-    assert facts["ranks_per_node"] == 8
-    lying = {each["axes"]: (each["size"], each["count"], each["inside"]) for each in facts["exchanges"]}
+    report = stretto.json("layout", "--world", "32", "--tp", "8", "--pp", "2", "--cluster", "dgx-h100")
+    assert report["ranks_per_node"] == 8
+    lying = {each["axes"]: (each["size"], each["count"], each["inside"]) for each in report["exchanges"]}
     assert lying == {"tp": (8, 4, 4), "dp": (2, 16, 0), "pp": (2, 16, 0)}
-    pp = facts["exchanges"][2]
+    pp = report["exchanges"][2]
     assert [(send["what"], send["to"]) for send in pp["sends"]] == [
         ("activations", "next"),
         ("gradients of activations", "previous"),
     ]
-    assert facts["cluster"]["links"]["inside"]["kind"] == "NVLink 4"
-    assert facts["cluster"]["links"]["between"]["bandwidth"] == 5e10
+    assert report["cluster"]["links"]["inside"]["kind"] == "NVLink 4"
+    assert report["cluster"]["links"]["between"]["bandwidth"] == 5e10
 
 
 def test_a_page_and_a_picture_are_written(tmp_path: Path, stretto: CommandLine) -> None:
     svg, html = tmp_path / "layout.svg", tmp_path / "layout.html"
-    words = ["--world", "16", "--pp", "4", "--groups", "tp-pp", "--svg", str(svg), "--html", str(html)]
-    assert stretto("layout", *words).endswith(f"\nwrote {svg}\nwrote {html}\n")
+    arguments = ["--world", "16", "--pp", "4", "--groups", "tp-pp", "--svg", str(svg), "--html", str(html)]
+    assert stretto("layout", *arguments).endswith(f"\nwrote {svg}\nwrote {html}\n")
     assert "tp-pp: 4 groups of 4" in svg.read_text()
     assert "<title>Layout dp4 pp4</title>" in html.read_text()
     assert "cannot write" in stretto.error(
@@ -99,16 +99,16 @@ def test_an_encoder_has_the_first_stages(tmp_path: Path, stretto: CommandLine) -
     assert "encoder: stage 0, decoder: stages 1 to 3" in svg.read_text()
     assert "in the decoder the memory too" in svg.read_text()
     assert '"encoder":1' in html.read_text()
-    facts = stretto.json("layout", *layout)
-    assert facts["encoder_pp"] == 1
-    pp = next(each for each in facts["exchanges"] if each["axes"] == "pp")
+    report = stretto.json("layout", *layout)
+    assert report["encoder_pp"] == 1
+    pp = next(each for each in report["exchanges"] if each["axes"] == "pp")
     memory = [send["stages"] for send in pp["sends"] if "memory" in send["what"]]
     assert memory == [[1, 4], [2, 4]]
     assert "encoder_pp" not in stretto.json("layout", *layout[:4])
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (
             ["--pp", "4", "--encoder-pp", "4"],
@@ -123,8 +123,8 @@ def test_an_encoder_has_the_first_stages(tmp_path: Path, stretto: CommandLine) -
         (["--cluster", "dgx-h100:8"], "has 8 devices, not 16"),
     ],
 )
-def test_what_is_wrong_is_said(words: list[str], message: str, stretto: CommandLine) -> None:
-    assert message in stretto.error("layout", "--world", "16", *words)
+def test_what_is_wrong_is_said(arguments: list[str], message: str, stretto: CommandLine) -> None:
+    assert message in stretto.error("layout", "--world", "16", *arguments)
 
 
 def test_the_page_on_layouts_shows_what_is_printed(

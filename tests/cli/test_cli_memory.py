@@ -13,25 +13,25 @@ QUICK = str(CONFIGS / "quickstart.yaml")
 
 
 def test_json_adds_up(stretto: CommandLine) -> None:
-    facts = stretto.json("memory", QUICK)
-    assert len(facts["ranks"]) == 2
-    for rank in facts["ranks"]:
+    report = stretto.json("memory", QUICK)
+    assert len(report["ranks"]) == 2
+    for rank in report["ranks"]:
         kinds = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient")
         assert rank["total"] == sum(rank[kind] for kind in (*kinds, "versions", "batch"))
         assert rank["states"] == rank["weights"] + rank["gradients"] + rank["optimizer"]
         assert rank["states"] < rank["held"] <= rank["total"]
-    assert facts["fullest"] == 0
-    assert facts["modes"] == ["none"] * 4
-    assert facts["measured"] is None
-    assert {one["setting"] for one in facts["advice"]} == {"recompute.mode=full"}
-    names = [tensor["name"] for tensor in facts["block"]]
+    assert report["fullest"] == 0
+    assert report["modes"] == ["none"] * 4
+    assert report["measured"] is None
+    assert {suggestion["setting"] for suggestion in report["advice"]} == {"recompute.mode=full"}
+    names = [tensor["name"] for tensor in report["block"]]
     assert "mlp.down input" in names
 
 
 def test_a_paper_s_formula_stands_beside_the_tensors(stretto: CommandLine) -> None:
     overrides = ["model.dropout=0.1", "layout.dp=1", "layout.tp=2", "layout.pp=1"]
-    facts = stretto.json("memory", QUICK, *overrides)
-    assert facts["published"] is None  # of 32 bits
+    report = stretto.json("memory", QUICK, *overrides)
+    assert report["published"] is None  # of 32 bits
     text = stretto("memory", QUICK, *overrides)
     assert "attn.core probabilities" in text
     assert "4as^2b/t" in text
@@ -52,9 +52,9 @@ def test_auto_chooses_within_the_budget(stretto: CommandLine) -> None:
     free = stretto.json("memory", QUICK)
     most = max(rank["total"] for rank in free["ranks"])
     budget = 0.8 * most / 2**30
-    facts = stretto.json("memory", QUICK, "recompute.mode=auto", f"recompute.memory_gib={budget}")
-    assert max(rank["total"] for rank in facts["ranks"]) <= 0.8 * most
-    assert set(facts["modes"]) > {"none"}
+    report = stretto.json("memory", QUICK, "recompute.mode=auto", f"recompute.memory_gib={budget}")
+    assert max(rank["total"] for rank in report["ranks"]) <= 0.8 * most
+    assert set(report["modes"]) > {"none"}
 
 
 def test_what_does_not_fit_or_is_not_legal_is_refused(stretto: CommandLine) -> None:
@@ -66,19 +66,19 @@ def test_what_does_not_fit_or_is_not_legal_is_refused(stretto: CommandLine) -> N
 
 def test_measured_beside_predicted(stretto: CommandLine) -> None:
     sizes = ["layout.dp=1", "layout.pp=1", "model.hidden=64", "model.layers=2", "batch.global_size=8"]
-    facts = stretto.json("memory", QUICK, *sizes, "data.vocab=300", "--measure")
-    (one,) = facts["measured"]
-    assert one["predicted_peak"] == facts["ranks"][0]["total"]
-    assert abs(one["error"]) < 0.03
-    assert one["kinds"]["weights"] == facts["ranks"][0]["weights"]
-    assert one["kinds"]["gradients"] == facts["ranks"][0]["gradients"]
-    assert one["kinds"]["optimizer"] == facts["ranks"][0]["optimizer"]
+    report = stretto.json("memory", QUICK, *sizes, "data.vocab=300", "--measure")
+    (rank,) = report["measured"]
+    assert rank["predicted_peak"] == report["ranks"][0]["total"]
+    assert abs(rank["error"]) < 0.03
+    assert rank["kinds"]["weights"] == report["ranks"][0]["weights"]
+    assert rank["kinds"]["gradients"] == report["ranks"][0]["gradients"]
+    assert rank["kinds"]["optimizer"] == report["ranks"][0]["optimizer"]
 
 
 def test_modes_side_by_side(stretto: CommandLine) -> None:
-    facts = stretto.json("memory", QUICK, "--modes", "train.dtype=bfloat16", "optim.name=adamw")
-    assert facts["copies"] == 2
-    by_mode = {one["mode"]: one for one in facts["modes"]}
+    report = stretto.json("memory", QUICK, "--modes", "train.dtype=bfloat16", "optim.name=adamw")
+    assert report["copies"] == 2
+    by_mode = {row["mode"]: row for row in report["modes"]}
     assert list(by_mode) == ["server", "ddp", "zero1", "zero2", "zero3"]
     assert by_mode["ddp"]["states"] == by_mode["server"]["states"] > by_mode["zero1"]["states"]
     assert by_mode["zero3"]["weights"] < 0.51 * by_mode["zero2"]["weights"]
@@ -94,10 +94,10 @@ def test_modes_side_by_side(stretto: CommandLine) -> None:
 
 
 def test_sharded_bytes_are_those_of_the_configured_mode(stretto: CommandLine) -> None:
-    facts = stretto.json(
+    report = stretto.json(
         "memory", QUICK, "dp.mode=zero3", "train.dtype=bfloat16", "train.device=cuda", "dp.offload=cpu"
     )
-    rank = facts["ranks"][0]
+    rank = report["ranks"][0]
     assert rank["masters"] == rank["optimizer"] == 0 < rank["host"]
     assert rank["gathered"] > 0
     kinds = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient", "batch")

@@ -73,9 +73,9 @@ def test_a_plan_never_cuts_a_number() -> None:
         report.render(to)
         text = printed(to)
         assert "…" not in text
-        for one in result.ranking:
-            assert f"{one.estimate.tokens_per_s:,.0f}" in text
-            assert f"{one.estimate.seconds:.4g}" in text
+        for row in result.ranking:
+            assert f"{row.estimate.tokens_per_s:,.0f}" in text
+            assert f"{row.estimate.seconds:.4g}" in text
     assert "interval" in printed(wide)
     head = next(line for line in Text.from_ansi(printed(narrow)).plain.splitlines() if "tokens/s" in line)
     assert len(head) <= 80

@@ -33,19 +33,19 @@ FIXED = [
 
 def test_json_ranks_layouts_and_writes_a_config(tmp_path: Path, stretto: CommandLine) -> None:
     path = tmp_path / "planned.yaml"
-    facts = stretto.json(*BIG, *FIXED, "--top", "2", "--write", str(path))
-    first = facts["ranking"][0]
+    report = stretto.json(*BIG, *FIXED, "--top", "2", "--write", str(path))
+    first = report["ranking"][0]
     assert first["low"] < first["step_time_s"] < first["high"]
     assert first["sizes"]["tp"] == 4
     assert sum(first["parts"].values()) == pytest.approx(first["step_time_s"])
-    assert facts["candidates"] >= facts["feasible"] > 0
+    assert report["candidates"] >= report["feasible"] > 0
     job = job_of(load(path))
     assert job.layout.sizes == first["sizes"]
     assert (job.schedule, job.micro_batch, job.dp.mode) == (first["schedule"], 1, first["dp"]["mode"])
-    assert facts["required"] == list(FIELDS)
+    assert report["required"] == list(FIELDS)
     launch = ["launch", "slurm", str(path), "--nodes", "8"]
     assert "5 fields are marked REQUIRED in the config" in stretto.error(*launch)
-    assert "#SBATCH" in stretto(*launch, "data.source=.", *settings(facts["required"]).split()[1:])
+    assert "#SBATCH" in stretto(*launch, "data.source=.", *settings(report["required"]).split()[1:])
 
 
 def test_a_written_config_is_no_trap(tmp_path: Path, stretto: CommandLine) -> None:
@@ -68,10 +68,10 @@ def test_a_written_config_is_no_trap(tmp_path: Path, stretto: CommandLine) -> No
     )
     assert "as in data.source=PATH checkpoint.every=500 run.dir=runs" in hint
     others = ["data.source=.", "checkpoint.every=null", f"run.dir={tmp_path}", "train.device=cpu"]
-    words = ["train.steps=5", "optim.lr=1e-3", *others, "data.vocab=4096"]
+    overrides = ["train.steps=5", "optim.lr=1e-3", *others, "data.vocab=4096"]
     assert (
         "model.vocab is 128256: the data's tokenizer has 4096 entries, so 124160 rows of the embedding"
-        in (stretto.error("train", str(path), *words))
+        in (stretto.error("train", str(path), *overrides))
     )
 
 
@@ -99,23 +99,23 @@ def test_what_cannot_be_built_is_planned_and_not_written(
         stretto(*wanted).split()
     )
     monkeypatch.setattr(search_module, "search", lambda *_: pytest.fail("searched before the refusal"))
-    said = stretto.error(*wanted, "--write", str(tmp_path / "no.yaml"))
-    assert "not yet built" in said
-    assert "`stretto catalogue NAME` shows whether" in said
+    printed = stretto.error(*wanted, "--write", str(tmp_path / "no.yaml"))
+    assert "not yet built" in printed
+    assert "`stretto catalogue NAME` shows whether" in printed
     assert not (tmp_path / "no.yaml").exists()
 
 
 def test_text_gives_reasons(stretto: CommandLine) -> None:
-    said = stretto(*BIG, *FIXED, "--top", "2")
-    facts = {line[:10].strip(): line[10:] for line in said.splitlines()[:6]}
-    assert facts["model"] == "llama3-8b: 8.03 B parameters, 32 layers of width 4096"
-    assert facts["batch"] == "256 x 4096 tokens, bfloat16"
-    assert facts["cluster"].startswith("64 x h100")
-    assert facts["node"].startswith("8 nodes of 8 devices, NVLink")
-    assert facts["network"].endswith("GB/s per device between nodes")
-    assert facts["software"] == "today"
-    assert "computes for" in said
-    assert "rejected, " in said
+    printed = stretto(*BIG, *FIXED, "--top", "2")
+    lines = {line[:10].strip(): line[10:] for line in printed.splitlines()[:6]}
+    assert lines["model"] == "llama3-8b: 8.03 B parameters, 32 layers of width 4096"
+    assert lines["batch"] == "256 x 4096 tokens, bfloat16"
+    assert lines["cluster"].startswith("64 x h100")
+    assert lines["node"].startswith("8 nodes of 8 devices, NVLink")
+    assert lines["network"].endswith("GB/s per device between nodes")
+    assert lines["software"] == "today"
+    assert "computes for" in printed
+    assert "rejected, " in printed
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
@@ -132,10 +132,10 @@ def test_nothing_is_cut_on_a_narrow_terminal(
     to = Console(file=StringIO(), width=width)
     monkeypatch.setattr(report, "console", lambda: to)
     stretto(*BIG, *FIXED, "--top", "2")
-    said = to.file.getvalue()  # type: ignore[attr-defined]
-    assert "…" not in said
-    assert max(map(len, said.splitlines())) <= width
-    head = next(line for line in said.splitlines() if "step s" in line).split()
+    printed = to.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in printed
+    assert max(map(len, printed.splitlines())) <= width
+    head = next(line for line in printed.splitlines() if "step s" in line).split()
     assert {"GiB", "fits"} <= set(head)
     assert ("tokens/s" in head) == (width >= 60)
 
@@ -158,13 +158,13 @@ def test_the_page_has_the_commands_that_go_on(tmp_path: Path, stretto: CommandLi
 @pytest.mark.slow
 def test_nothing_fits(stretto: CommandLine) -> None:
     small = ["plan", "--model", "gpt3-175b", "--cluster", "rtx-4090:8", "--batch", "8"]
-    said = stretto(*small, "--fix", "micro_batch=1", "--fix", "schedule=1f1b", code=1)
-    assert "nothing fits" in said
-    assert "lacks" in said
+    printed = stretto(*small, "--fix", "micro_batch=1", "--fix", "schedule=1f1b", code=1)
+    assert "nothing fits" in printed
+    assert "lacks" in printed
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--fix", "tpp=8"], "did you mean 'tp'"),
         (["--fix", "tp=x"], "not a number"),
@@ -175,8 +175,8 @@ def test_nothing_fits(stretto: CommandLine) -> None:
         (["--fix", "tp=3"], "no layout"),
     ],
 )
-def test_what_is_wrong_is_told(more: list[str], said: str, stretto: CommandLine) -> None:
-    assert said in stretto.error(*BIG, *more)
+def test_what_is_wrong_is_told(more: list[str], message: str, stretto: CommandLine) -> None:
+    assert message in stretto.error(*BIG, *more)
 
 
 @pytest.mark.slow
@@ -190,20 +190,20 @@ def test_a_planned_config_trains(
     )
     wanted = ["plan", "tiny.yaml", "--cluster", "a100:2", "--fix", "tp=2", "--top", "1"]
     stretto(*wanted, "--write", "planned.yaml")
-    facts = stretto.json("train", "planned.yaml", "train.steps=2")
-    assert facts["steps"] == 2
+    report = stretto.json("train", "planned.yaml", "train.steps=2")
+    assert report["steps"] == 2
 
 
 def test_a_length_that_nobody_gave_is_named(stretto: CommandLine) -> None:
     of_model = ["plan", "--model", "llama3.1-8b", *BIG[3:-2], *FIXED, "--top", "1"]
-    said = " ".join(stretto(*of_model).split())
-    assert "256 x 8192 tokens, bfloat16 (no --sequence: as in llama3.1-8b's config, before its" in said
+    printed = " ".join(stretto(*of_model).split())
+    assert "256 x 8192 tokens, bfloat16 (no --sequence: as in llama3.1-8b's config, before its" in printed
     assert "no --sequence" not in stretto(*BIG, *FIXED, "--top", "1")
     path = "configs/llama-1b-64gpu.yaml"
-    facts = stretto.json("plan", path, *BIG[3:5], "--fix", "mode=zero3", "--top", "1")
-    assert facts["defaults"] == {"batch": path, "sequence": path}
+    report = stretto.json("plan", path, *BIG[3:5], "--fix", "mode=zero3", "--top", "1")
+    assert report["defaults"] == {"batch": path, "sequence": path}
     job = job_of(load(path))
-    assert (facts["batch"], facts["sequence"]) == (job.global_batch, job.sequence)
+    assert (report["batch"], report["sequence"]) == (job.global_batch, job.sequence)
 
 
 def test_software_is_set_and_shown_and_predicted_alike(tmp_path: Path, stretto: CommandLine) -> None:
@@ -227,17 +227,19 @@ def test_changes_are_lines_of_the_plan(stretto: CommandLine, monkeypatch: pytest
         few += ["--fix", fix]
     names = ("141 GB cards", "fp8", "twice the network between nodes")
     every = what_if.changes
-    monkeypatch.setattr(what_if, "changes", lambda task: [one for one in every(task) if one.name in names])
-    facts = stretto.json(*few, "--what-if")
-    found = {change["change"]: change for change in facts["what_if"]["changes"]}
+    monkeypatch.setattr(
+        what_if, "changes", lambda task: [change for change in every(task) if change.name in names]
+    )
+    report = stretto.json(*few, "--what-if")
+    found = {change["change"]: change for change in report["what_if"]["changes"]}
     cards, fp8 = found["141 GB cards"], found["fp8"]
-    assert cards["gain"] == cards["tokens_per_s"] / facts["ranking"][0]["tokens_per_s"] - 1 > 0
+    assert cards["gain"] == cards["tokens_per_s"] / report["ranking"][0]["tokens_per_s"] - 1 > 0
     assert (fp8["layout"], fp8["error"]) == (None, "a100-40gb-sxm has no 8-bit products")
-    said = stretto(*few, "--what-if")
-    row = next(line for line in said.splitlines() if "141 GB cards" in line)
+    printed = stretto(*few, "--what-if")
+    row = next(line for line in printed.splitlines() if "141 GB cards" in line)
     assert f"{cards['gain']:+.1%}" in row
-    assert "not       fp8: a100-40gb-sxm has no 8-bit products" in said
-    assert "binds     compute: " in said
+    assert "not       fp8: a100-40gb-sxm has no 8-bit products" in printed
+    assert "binds     compute: " in printed
     assert "what if" not in stretto(*few)
     assert "add --output FILE" in stretto.error(*few, "--what-if", "--emit", "deepspeed")
     recommender = stretto.error("plan", "--model", "dlrm-113b", "--cluster", "a100:16", "--what-if")
@@ -259,30 +261,30 @@ def test_a_search_that_is_cut_short_never_says_that_nothing_fits(
     monkeypatch.setattr("stretto.planner.search.work._FIRST_ROUND", 0.06)
     large = ["plan", "--model", "deepseek-v3", "--cluster", "hgx-h800:2048", "--batch", "15360"]
     large += ["--fix", "tp=4", "--fix", "cp=2"]  # which forbid the plain alternatives
-    said = stretto(*large, "--seconds", "0.1", code=3)
-    assert "cut short after" in said
-    assert "nothing was found that fits" in said
-    assert "nothing fits" not in said
-    facts = stretto.json(*large, "--seconds", "0.1", code=3)
-    assert (facts["complete"], facts["gap"], facts["ranking"]) == (False, None, [])
+    printed = stretto(*large, "--seconds", "0.1", code=3)
+    assert "cut short after" in printed
+    assert "nothing was found that fits" in printed
+    assert "nothing fits" not in printed
+    report = stretto.json(*large, "--seconds", "0.1", code=3)
+    assert (report["complete"], report["gap"], report["ranking"]) == (False, None, [])
 
 
 def test_the_safe_and_the_plain_layouts_are_beside_the_fastest(stretto: CommandLine) -> None:
-    facts = stretto.json(*BIG, *FIXED, "--room", "20")
-    assert facts["complete"]
-    assert facts["plain"]["FSDP"] is None  # tp=4 is fixed
-    safe = facts["safe"]["memory"]
+    report = stretto.json(*BIG, *FIXED, "--room", "20")
+    assert report["complete"]
+    assert report["plain"]["FSDP"] is None  # tp=4 is fixed
+    safe = report["safe"]["memory"]
     assert safe["device"]["high_gib"] + 20 <= safe["capacity_gib"]
-    said = stretto(*BIG, *FIXED, "--room", "20")
-    assert "best that certainly fits with 20 GiB free: " in said
-    assert "hybrid FSDP: forbidden by --fix tp=4" in said
-    absent = [name for name, plain in facts["plain"].items() if plain is None]
+    printed = stretto(*BIG, *FIXED, "--room", "20")
+    assert "best that certainly fits with 20 GiB free: " in printed
+    assert "hybrid FSDP: forbidden by --fix tp=4" in printed
+    absent = [name for name, plain in report["plain"].items() if plain is None]
     assert absent[:3] == ["DDP", "FSDP", "hybrid FSDP"]
-    reasons = {facts["missing"][name] for name in absent}
+    reasons = {report["missing"][name] for name in absent}
     assert all(
         reason.startswith(("forbidden by --fix tp=4", "forbidden by --fix pp=2")) for reason in reasons
     )
-    assert facts["plain_safe"].keys() == facts["plain"].keys()
+    assert report["plain_safe"].keys() == report["plain"].keys()
 
 
 def test_a_batch_without_data_parallelism_is_refused(stretto: CommandLine) -> None:

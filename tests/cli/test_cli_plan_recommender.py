@@ -48,13 +48,13 @@ def test_text_shows_the_time_breakdown_and_unknown_costs(stretto: CommandLine) -
 
 def test_choices_that_are_made(stretto: CommandLine) -> None:
     fixed = ["--fix", "split=row", "--fix", "optimizer=adagrad", "--fix", "wire=fp16", "--precision", "bf16"]
-    facts = stretto.json(*DCN, *fixed)
-    assert {table["split"] for table in facts["tables"]} == {"row"}
-    assert (facts["optimizer"], facts["precision"]) == ("adagrad", "bf16")
+    report = stretto.json(*DCN, *fixed)
+    assert {table["split"] for table in report["tables"]} == {"row"}
+    assert (report["optimizer"], report["precision"]) == ("adagrad", "bf16")
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--fix", "split=rows"], "did you mean 'row'?"),
         (["--fix", "spilt=row"], "did you mean 'split'?"),
@@ -67,23 +67,23 @@ def test_choices_that_are_made(stretto: CommandLine) -> None:
         (["--placement", "nowhere.yaml"], "cannot read nowhere.yaml"),
     ],
 )
-def test_what_is_wrong_is_said(more: list[str], said: str, stretto: CommandLine) -> None:
-    assert said in " ".join(stretto.error(*DCN, *more).split())
+def test_what_is_wrong_is_said(more: list[str], message: str, stretto: CommandLine) -> None:
+    assert message in " ".join(stretto.error(*DCN, *more).split())
 
 
 def test_what_fits_nowhere_is_refused_with_its_bytes(stretto: CommandLine) -> None:
     fixes = ("--fix", "device_gib=1", "--fix", "host_gib=1", "--fix", "place=device,cpu")
-    facts = stretto.json(*DCN, "--model", "dlrm-113b", *fixes, code=1)
-    assert facts["fits"] is False
-    assert "1 GiB of device, 1 GiB of host memory" in facts["error"]
-    assert "GiB with its states) does not fit" in facts["error"]
+    report = stretto.json(*DCN, "--model", "dlrm-113b", *fixes, code=1)
+    assert report["fits"] is False
+    assert "1 GiB of device, 1 GiB of host memory" in report["error"]
+    assert "GiB with its states) does not fit" in report["error"]
 
 
 def test_a_config_is_planned_for_its_ranks(stretto: CommandLine) -> None:
-    words = ("plan", "configs/dlrm.yaml", "layout.ranks=3", "--cluster", "cpu")
-    facts = stretto.json(*words)
-    assert (facts["model"], facts["ranks"], facts["cluster"]) == ("dlrm", 3, "cpu")
-    assert stretto.json(*words, "tables.overlap=false")["samples_per_s"] < facts["samples_per_s"]
+    arguments = ("plan", "configs/dlrm.yaml", "layout.ranks=3", "--cluster", "cpu")
+    report = stretto.json(*arguments)
+    assert (report["model"], report["ranks"], report["cluster"]) == ("dlrm", 3, "cpu")
+    assert stretto.json(*arguments, "tables.overlap=false")["samples_per_s"] < report["samples_per_s"]
     assert "--placement is for recommenders" in stretto.error(
         "plan", "--model", "llama3-8b", "--placement", "a.yaml"
     )

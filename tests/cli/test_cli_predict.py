@@ -15,9 +15,9 @@ LAYOUT = ["tp=4", "pp=2", "micro=1", "batch=64"]
 
 
 def test_one_layout(stretto: CommandLine) -> None:
-    facts = stretto.json("predict", *LLAMA, *LAYOUT)
-    (row,) = facts["rows"]
-    assert facts["error"] is None
+    report = stretto.json("predict", *LLAMA, *LAYOUT)
+    (row,) = report["rows"]
+    assert report["error"] is None
     assert (row["layout"], row["gpus"], row["schedule"]) == ("tp4 dp2 pp2", 16, "1f1b")
     assert row["low"] < row["step_time_s"] < row["high"]
     assert sum(row["parts"].values()) == pytest.approx(row["step_time_s"], rel=0.02)
@@ -38,18 +38,18 @@ def test_people_s_text(stretto: CommandLine) -> None:
 
 def test_the_speed_of_a_slow_device_is_not_rounded_to_nothing(stretto: CommandLine) -> None:
     config = str(CONFIGS / "quickstart.yaml")
-    facts = stretto.json("predict", config, "--cluster", "cpu:4")
+    report = stretto.json("predict", config, "--cluster", "cpu:4")
     line = next(
         line for line in stretto("predict", config, "--cluster", "cpu:4").splitlines() if "TFLOP/s" in line
     )
     rate = float(line.split()[3])
-    assert rate == pytest.approx(facts["rows"][0]["tflops_per_gpu"], rel=5e-3)
+    assert rate == pytest.approx(report["rows"][0]["tflops_per_gpu"], rel=5e-3)
     assert 0 < rate < 0.1
 
 
 def test_what_does_not_fit_is_a_no(stretto: CommandLine) -> None:
-    words = ["--model", "llama3-70b", "--cluster", "dgx-h100:8", "tp=1", "zero=0", "batch=8"]
-    (row,) = stretto.json("predict", *words, code=1)["rows"]
+    arguments = ["--model", "llama3-70b", "--cluster", "dgx-h100:8", "tp=1", "zero=0", "batch=8"]
+    (row,) = stretto.json("predict", *arguments, code=1)["rows"]
     assert row["verdict"] == "does not fit"
 
 
@@ -63,7 +63,7 @@ def test_a_config(stretto: CommandLine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "phrase"),
     [
         ([*LLAMA, "tp=3", "batch=64"], "tp=3"),
         ([*LLAMA, "tq=4"], "did you mean 'tp'"),
@@ -83,11 +83,11 @@ def test_a_config(stretto: CommandLine) -> None:
         ([*LLAMA, "--out", "x.csv"], "--out needs --table"),
     ],
 )
-def test_bad_input(stretto: CommandLine, arguments: list[str], words: str) -> None:
-    said = stretto.error("predict", *arguments)
-    assert "error:" in said
-    assert "hint:" in said
-    assert words in said
+def test_bad_input(stretto: CommandLine, arguments: list[str], phrase: str) -> None:
+    errors = stretto.error("predict", *arguments)
+    assert "error:" in errors
+    assert "hint:" in errors
+    assert phrase in errors
 
 
 TABLE = """\
@@ -109,20 +109,20 @@ def table(tmp_path: Path) -> Path:
 
 def test_a_table(stretto: CommandLine, table: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
-    facts = stretto.json("predict", "--table", str(table), "--out", str(out))
-    assert [bool(row["refused"]) for row in facts["rows"]] == [False, False, False, True, True]
-    assert facts["error"]["rows"] == facts["baseline"]["rows"] == 2
-    assert facts["error"]["groups"] == 1
-    assert {"mape", "median", "worst", "bias", "regret", "concordance"} <= facts["error"].keys()
-    assert facts["rows"][0]["error"] == pytest.approx(facts["rows"][0]["step_time_s"] / 1.2 - 1)
-    assert facts["memory"]["rows"] == 1
-    assert sum(facts["memory"]["out_of_memory"].values()) == 1
+    report = stretto.json("predict", "--table", str(table), "--out", str(out))
+    assert [bool(row["refused"]) for row in report["rows"]] == [False, False, False, True, True]
+    assert report["error"]["rows"] == report["baseline"]["rows"] == 2
+    assert report["error"]["groups"] == 1
+    assert {"mape", "median", "worst", "bias", "regret", "concordance"} <= report["error"].keys()
+    assert report["rows"][0]["error"] == pytest.approx(report["rows"][0]["step_time_s"] / 1.2 - 1)
+    assert report["memory"]["rows"] == 1
+    assert sum(report["memory"]["out_of_memory"].values()) == 1
     with out.open(newline="") as file:
         written = list(csv.DictReader(file))
     assert [row["x_hue"] for row in written] == ["red", "blue", "", "", ""]  # its own columns, unchanged
-    assert float(written[1]["error_pct"]) == pytest.approx(100 * facts["rows"][1]["error"], rel=1e-4)
+    assert float(written[1]["error_pct"]) == pytest.approx(100 * report["rows"][1]["error"], rel=1e-4)
     assert "allowed: none, selective, full" in written[4]["refused"]
-    assert facts["rows"][1]["defaults"]["flops_counted"].startswith("model")
+    assert report["rows"][1]["defaults"]["flops_counted"].startswith("model")
     assert "zero=" in written[0]["defaults"]
 
 
@@ -144,16 +144,21 @@ def test_defaults_are_listed_and_rows_shown_cell_by_cell(stretto: CommandLine, t
     path = tmp_path / "runs.csv"
     path.write_text("model,gpu,gpus,tp,batch,step_time_s\nllama3-8b,h100,16,2,64,1.2\nllama3-8b,,8,2,64,1\n")
     text = stretto("predict", "--table", str(path), "--no-memory")
-    for words in (
+    for phrase in (
         "defaults of empty cells",
         "software=today: 1 row",
         "zero=1: 1 row",
         "the row has no GPU; fill in gpu, as in A100-80GB-SXM (row 2)",
     ):
-        assert words in text
+        assert phrase in text
     text = stretto("predict", "--table", str(path), "--row", "1", "--no-memory")
-    for words in ("default", "8192 (the model's)", "what the others leave", "measured: 1.2 s by step_time_s"):
-        assert words in text
+    for phrase in (
+        "default",
+        "8192 (the model's)",
+        "what the others leave",
+        "measured: 1.2 s by step_time_s",
+    ):
+        assert phrase in text
     assert "not predicted: the row has no GPU" in stretto(
         "predict", "--table", str(path), "--row", "2", "--no-memory"
     )
@@ -173,9 +178,9 @@ def test_a_written_table_is_a_table(stretto: CommandLine, table: Path, tmp_path:
 def test_a_table_with_a_column_that_there_is_not(stretto: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(TABLE.replace("x_hue", "hue"))
-    said = stretto.error("predict", "--table", str(path))
-    assert "no column 'hue'" in said
-    assert "--table-columns" in said
+    errors = stretto.error("predict", "--table", str(path))
+    assert "no column 'hue'" in errors
+    assert "--table-columns" in errors
 
 
 def test_the_columns_of_a_table(stretto: CommandLine) -> None:

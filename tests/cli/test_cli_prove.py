@@ -48,22 +48,22 @@ def wrong(tmp_path: Path) -> str:
 
 def test_an_equal_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["prove", f"{EXAMPLE}:check", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["equal"], facts["ranks"], facts["steps"], facts["dtype"]) == (True, 2, 2, "float64")
-    assert [one["name"] for one in facts["quantities"]] == [
+    report = json.loads(capsys.readouterr().out)
+    assert (report["equal"], report["ranks"], report["steps"], report["dtype"]) == (True, 2, 2, "float64")
+    assert [quantity["name"] for quantity in report["quantities"]] == [
         *("loss", "gradients", "norm", "weights", "states", "buffers")
     ]
 
 
 def test_a_model_that_differs(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["prove", f"{wrong}:forgetful"]) == 1
-    said = capsys.readouterr().out
-    assert "every gradient differs between the 2 ranks, and their mean is the reference" in said
-    assert "DIFFERS from one process" in said
+    printed = capsys.readouterr().out
+    assert "every gradient differs between the 2 ranks, and their mean is the reference" in printed
+    assert "DIFFERS from one process" in printed
 
 
 @pytest.mark.parametrize(
-    ("target", "code", "said"),
+    ("target", "code", "message"),
     [
         ("{wrong}:nothing", 2, "wrong.py:nothing returned int, must return the report of a proof"),
         ("{wrong}:fails", 1, "failed: KeyError: 'planted'"),
@@ -73,9 +73,11 @@ def test_a_model_that_differs(wrong: str, capsys: pytest.CaptureFixture[str]) ->
         ("nowhere.py:check", 2, "there is no file nowhere.py"),
     ],
 )
-def test_mistakes(target: str, code: int, said: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    target: str, code: int, message: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["prove", target.format(wrong=wrong)]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,18 +17,18 @@ SMALL = ("1f1b", "--ranks", "4", "--microbatches", "8")
 
 
 def test_json_of_1f1b(stretto: CommandLine) -> None:
-    facts = stretto.json("schedule", *SMALL)
-    assert (facts["name"], facts["ranks"], facts["stages"], facts["microbatches"]) == ("1f1b", 4, 4, 8)
+    report = stretto.json("schedule", *SMALL)
+    assert (report["name"], report["ranks"], report["stages"], report["microbatches"]) == ("1f1b", 4, 4, 8)
     # (m + p - 1) slots of F + B; one slot is 3
-    assert facts["makespan"] == 33
-    assert facts["ideal"] == 24
-    assert facts["bubble"]["barrier"] == 9
-    assert facts["bubble"]["rate"] == pytest.approx(9 / 33)
-    assert facts["peak_activations"] == [4, 3, 2, 1]
-    assert facts["weight_versions"] == [1, 1, 1, 1]
-    assert facts["transfers"] == 2 * 3 * 8
-    assert facts["orders"][3][:4] == ["3F0", "3B0", "3F1", "3B1"]
-    assert [len(order) for order in facts["orders"]] == [16] * 4
+    assert report["makespan"] == 33
+    assert report["ideal"] == 24
+    assert report["bubble"]["barrier"] == 9
+    assert report["bubble"]["rate"] == pytest.approx(9 / 33)
+    assert report["peak_activations"] == [4, 3, 2, 1]
+    assert report["weight_versions"] == [1, 1, 1, 1]
+    assert report["transfers"] == 2 * 3 * 8
+    assert report["orders"][3][:4] == ["3F0", "3B0", "3F1", "3B1"]
+    assert [len(order) for order in report["orders"]] == [16] * 4
 
 
 def test_lowered_adds_communications(stretto: CommandLine) -> None:
@@ -51,17 +51,17 @@ def test_both_definitions_of_the_bubble_are_shown(stretto: CommandLine) -> None:
 
 
 def test_times_reach_the_replay(stretto: CommandLine) -> None:
-    facts = stretto.json("schedule", *SMALL, "--times", "F=2,I=3,W=1")
-    assert facts["makespan"] == 11 * 6
+    report = stretto.json("schedule", *SMALL, "--times", "F=2,I=3,W=1")
+    assert report["makespan"] == 11 * 6
     assert stretto.json("schedule", *SMALL, "--times", "hop=0.5")["makespan"] > 33
 
 
 def test_chunks_and_group_reach_the_schedule(stretto: CommandLine) -> None:
-    facts = stretto.json(
+    report = stretto.json(
         "schedule", "interleaved", "--ranks", "2", "--microbatches", "4", "--chunks", "3", "--group", "4"
     )
-    assert facts["stages"] == 6
-    assert facts["orders"][0][:5] == ["0F0", "0F1", "0F2", "0F3", "2F0"]
+    assert report["stages"] == 6
+    assert report["orders"][0][:5] == ["0F0", "0F1", "0F2", "0F3", "2F0"]
 
 
 def test_text_shows_rows_and_figures(stretto: CommandLine) -> None:
@@ -88,8 +88,8 @@ def test_a_program_goes_out_and_comes_back_as_csv(tmp_path: Path, stretto: Comma
     out = stretto.json("schedule", *arguments, "--write", str(path))
     back = stretto.json("schedule", "--file", str(path))
     assert back["name"] == "mine"
-    said = out.keys() - {"name", "parameters"}  # the format has no room for them
-    assert {key: back[key] for key in said} == {key: out[key] for key in said}
+    shared_keys = out.keys() - {"name", "parameters"}  # the format has no room for them
+    assert {key: back[key] for key in shared_keys} == {key: out[key] for key in shared_keys}
     path.write_text("0F0,0X0\n")
     assert f"error: {path}: line 1 column 5" in stretto.error("schedule", "--file", str(path))
 
@@ -131,9 +131,9 @@ def test_bad_input(arguments: list[str], error: str, hint: str, stretto: Command
 def test_a_window_of_steps(stretto: CommandLine) -> None:
     size = ("--ranks", "4", "--microbatches", "8", "--steps", "5")
     for name in ("pipedream", "pipedream-2bw"):
-        facts = stretto.json("schedule", name, *size)
-        assert (facts["steps"], facts["microbatches"]) == (5, 40)
-        assert facts["bubble"]["rate"] == pytest.approx(3 / 43)
+        report = stretto.json("schedule", name, *size)
+        assert (report["steps"], report["microbatches"]) == (5, 40)
+        assert report["bubble"]["rate"] == pytest.approx(3 / 43)
     text = stretto("schedule", "pipedream", *size)
     assert "4 ranks, 40 microbatches in 5 steps: makespan 129, bubble 7.0%" in text
     assert "bubble until all meet 9 (1.8 a step)" in text

@@ -82,14 +82,14 @@ def test_list_shows_options(stretto: CommandLine) -> None:
 
 def test_compare(tmp_path: Path, stretto: CommandLine) -> None:
     arguments = ["--compare", "gpipe,interleaved:chunks=4,zb-v", *SIZE]
-    said = stretto.json("schedule", *arguments)
-    assert [each["name"] for each in said["compared"]] == ["gpipe", "interleaved:chunks=4", "zb-v"]
-    assert [each["stages"] for each in said["schedules"]] == [2, 8, 4]
-    for short, whole in zip(said["compared"], said["schedules"], strict=True):
-        assert short["makespan"] == whole["makespan"]
-        assert short["bubble_rate"] == whole["bubble"]["rate"]
-        assert short["peak_activations"] == max(whole["peak_activations"])
-        assert short["transfers"] == whole["transfers"]
+    report = stretto.json("schedule", *arguments)
+    assert [each["name"] for each in report["compared"]] == ["gpipe", "interleaved:chunks=4", "zb-v"]
+    assert [each["stages"] for each in report["schedules"]] == [2, 8, 4]
+    for short, schedule in zip(report["compared"], report["schedules"], strict=True):
+        assert short["makespan"] == schedule["makespan"]
+        assert short["bubble_rate"] == schedule["bubble"]["rate"]
+        assert short["peak_activations"] == max(schedule["peak_activations"])
+        assert short["transfers"] == schedule["transfers"]
     paths = [tmp_path / f"picture.{kind}" for kind in ("svg", "html")]
     shown = stretto("schedule", *arguments, "--svg", str(paths[0]), "--html", str(paths[1]))
     assert "schedule              makespan  bubble  peak activations  transfers" in shown
@@ -101,8 +101,8 @@ def test_compare(tmp_path: Path, stretto: CommandLine) -> None:
 def test_options_beside_compare_go_to_the_schedules_that_take_them(
     stretto: CommandLine,
 ) -> None:
-    said = stretto.json("schedule", "--compare", "gpipe,interleaved,bfs:chunks=2", *SIZE, "--chunks", "3")
-    assert [each["stages"] for each in said["schedules"]] == [2, 6, 4]
+    report = stretto.json("schedule", "--compare", "gpipe,interleaved,bfs:chunks=2", *SIZE, "--chunks", "3")
+    assert [each["stages"] for each in report["schedules"]] == [2, 6, 4]
 
 
 def test_every_file_at_once(tmp_path: Path, stretto: CommandLine) -> None:
@@ -155,10 +155,10 @@ def test_an_edited_program_with_a_fault_names_rank_place_and_rule(
         "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n": "deadlock: rank 0 waits at 0B0 for 1B0, which rank 1 reaches "
         "only after 1F1; rank 1 waits at 1F1 for 0F1",
     }
-    for text, said in faults.items():
+    for text, message in faults.items():
         path.write_text(text)
         sizes = ["layout.pp=2", "batch.global_size=4", f"schedule.file={path}"]
-        assert f"error: schedule.file is {path}: {said}" in stretto.error("train", str(config), *sizes)
+        assert f"error: schedule.file is {path}: {message}" in stretto.error("train", str(config), *sizes)
 
 
 @pytest.mark.parametrize(("unit", "factor"), [("s", 1.0), ("ms", 1e-3), ("us", 1e-6)])
@@ -230,9 +230,9 @@ def test_for_torchtitan(
     """
     path = tmp_path / "mine.csv"
     arguments = (name, *SIZE, "--for", "torchtitan", *cut, "--write", str(path))
-    facts = stretto.json("schedule", *arguments)["for"]
+    report = stretto.json("schedule", *arguments)["for"]
     modules = json.loads((tmp_path / "mine.modules.json").read_text())
-    assert facts["module_fqns_per_model_part"] == modules
+    assert report["module_fqns_per_model_part"] == modules
     assert [name for stage in modules for name in stage] == [
         "tok_embeddings",
         *(f"layers.{i}" for i in range(6)),
@@ -244,21 +244,21 @@ def test_for_torchtitan(
         assert ",".join(map(str, layers)) == cut[1]
     # the stages that torchtitan builds on each rank are those of the rank's row
     stages, ranks = len(modules), 2
-    assert facts["pipeline_parallel_schedule"] == scheduler
+    assert report["pipeline_parallel_schedule"] == scheduler
     for rank, row in enumerate(path.read_text().splitlines()):
         vee = (rank, stages - 1 - rank)
         built = vee if scheduler == "ZBVZeroBubble" else tuple(range(rank, stages, ranks))
         assert {int(re.match(r"\d+", cell)[0]) for cell in row.replace("(", "").split(",")} == set(built)
-    said = stretto("schedule", *arguments)
-    assert f'config.parallelism.pipeline_parallel_schedule = "{scheduler}"' in said
-    assert f"# training.local_batch_size = {SMALL[-1]} x" in said
+    printed = stretto("schedule", *arguments)
+    assert f'config.parallelism.pipeline_parallel_schedule = "{scheduler}"' in printed
+    assert f"# training.local_batch_size = {SMALL[-1]} x" in printed
 
 
 def test_for_torch_and_back(tmp_path: Path, stretto: CommandLine) -> None:
     path = tmp_path / "mine.csv"
-    said = stretto("schedule", "zb-v", *SIZE, "--for", "torch", "--write", str(path))
-    assert "# stages by rank: rank 0: 0, 3; rank 1: 1, 2" in said
-    assert f"schedule._load_csv({str(path)!r})" in said
+    printed = stretto("schedule", "zb-v", *SIZE, "--for", "torch", "--write", str(path))
+    assert "# stages by rank: rank 0: 0, 3; rank 1: 1, 2" in printed
+    assert f"schedule._load_csv({str(path)!r})" in printed
     assert stretto.json("schedule", str(path))["orders"] == stretto.json("schedule", "zb-v", *SIZE)["orders"]
 
 

@@ -24,22 +24,22 @@ def two():
 
 def test_the_plan_of_an_example(tmp_path: Path, stretto: CommandLine) -> None:
     svg = tmp_path / "splits.svg"
-    words = ["split", f"{EXAMPLE}:alexnet", "--cluster", "a100:4", "--svg", str(svg)]
-    shown = stretto(*words)
+    arguments = ["split", f"{EXAMPLE}:alexnet", "--cluster", "a100:4", "--svg", str(svg)]
+    shown = stretto(*arguments)
     assert "all-to-all + all-to-all" in shown
     assert shown.endswith(f"wrote {svg}\n")
     assert svg.read_text().startswith("<svg")
-    facts = stretto.json(*words, "--fix", "1.0=column")
-    style_of = {one["name"]: one["style"] for one in facts["operators"]}
+    report = stretto.json(*arguments, "--fix", "1.0=column")
+    style_of = {operator["name"]: operator["style"] for operator in report["operators"]}
     assert (style_of["0.0"], style_of["1.0"], style_of["0.1"]) == ("batch", "column", None)
-    assert facts["step_s"] == pytest.approx(sum(facts["parts_s"].values()))
-    assert facts["beside"]["data parallel"]["step_s"] > facts["step_s"]
-    kinds = [exchange["kind"] for one in facts["conversions"] for exchange in one["exchanges"]]
+    assert report["step_s"] == pytest.approx(sum(report["parts_s"].values()))
+    assert report["beside"]["data parallel"]["step_s"] > report["step_s"]
+    kinds = [exchange["kind"] for conversion in report["conversions"] for exchange in conversion["exchanges"]]
     assert {"all-gather", "reduce-scatter"} <= set(kinds)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["nothing"], "nothing returned int, must return a model and its input"),
         (
@@ -56,7 +56,7 @@ def test_the_plan_of_an_example(tmp_path: Path, stretto: CommandLine) -> None:
         (["three"], "defines no three"),
     ],
 )
-def test_refusals(words: list[str], message: str, tmp_path: Path, stretto: CommandLine) -> None:
+def test_refusals(arguments: list[str], message: str, tmp_path: Path, stretto: CommandLine) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FILE)
-    assert message in stretto.error("split", f"{file}:{words[0]}", "--cluster", "a100:2", *words[1:])
+    assert message in stretto.error("split", f"{file}:{arguments[0]}", "--cluster", "a100:2", *arguments[1:])

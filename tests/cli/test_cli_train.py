@@ -168,8 +168,8 @@ def test_a_free_port_is_used(config: str, folder: Path, capfd: pytest.CaptureFix
 
 
 def test_a_rise_of_the_loss_is_the_last_line(config: str, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["train.steps=20", "optim.lr=3", "optim.rate.schedule=constant", "optim.rate.warmup=10"]
-    assert run(["train", config, *words, "run.name=rises", "--json"]) == 0
+    overrides = ["train.steps=20", "optim.lr=3", "optim.rate.schedule=constant", "optim.rate.warmup=10"]
+    assert run(["train", config, *overrides, "run.name=rises", "--json"]) == 0
     out, err = capfd.readouterr()
     assert err.splitlines()[-1].startswith("warning: the loss has risen: ")
     assert json.loads(out)["warning"] in err
@@ -181,15 +181,15 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     arguments = ["train", config, "layout.tp=2", "layout.pp=2", "eval.every=2", "eval.batches=1", "--json"]
     assert run(arguments) == 0
     out, err = capfd.readouterr()
-    facts = json.loads(out)
+    report = json.loads(out)
     runs = folder / "runs"
-    assert facts["steps"] == 6
-    assert 0 < facts["loss"] < 6
-    assert facts["tokens_per_s"] > 0
-    assert (facts["run_dir"], facts["layout"]) == (str(runs / "tiny"), "tp2 pp2")
-    assert facts["checkpoint"] == str(runs / "tiny" / "checkpoints" / "step-00000006")
-    assert facts["stopped"] is False
-    assert facts["warning"] is None
+    assert report["steps"] == 6
+    assert 0 < report["loss"] < 6
+    assert report["tokens_per_s"] > 0
+    assert (report["run_dir"], report["layout"]) == (str(runs / "tiny"), "tp2 pp2")
+    assert report["checkpoint"] == str(runs / "tiny" / "checkpoints" / "step-00000006")
+    assert report["stopped"] is False
+    assert report["warning"] is None
     banner = err.splitlines()
     first = next(i for i, line in enumerate(banner) if line.startswith("gpt of 35"))
     assert "on 4 ranks (tp2 pp2), 1f1b; 6 steps of 4 x 16 tokens in 4 microbatches of 1" in banner[first]
@@ -212,7 +212,7 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     assert json.loads(capfd.readouterr().out)["run_dir"] == str(runs / "tiny-2")
     assert run(["train", str(runs / "tiny" / "config.yaml"), "--resume", "auto", "--json"]) == 0
     again = json.loads(capfd.readouterr().out)
-    assert (again["steps"], again["loss"]) == (6, facts["loss"])
+    assert (again["steps"], again["loss"]) == (6, report["loss"])
 
 
 def test_suggested_next_commands_are_legal(
@@ -221,13 +221,13 @@ def test_suggested_next_commands_are_legal(
     assert run(["train", config, "layout.dp=2", "train.steps=2", "run.name=next"]) == 0
     text = capfd.readouterr().out
     shown = [line.split("#")[0].split() for line in text.splitlines() if line.startswith("  stretto ")]
-    assert [words[1] for words in shown] == ["generate", "verify", "train"]
-    for words in shown:
-        words = [word.strip("'") for word in words[1:]]
-        if words[0] == "generate":
-            assert run([*words[:2], "--tokens", "4"]) == 0
-        if words[0] == "train":
-            assert run([*words, "train.steps=2", "run.name=again"]) == 0
+    assert [argv[1] for argv in shown] == ["generate", "verify", "train"]
+    for argv in shown:
+        argv = [word.strip("'") for word in argv[1:]]
+        if argv[0] == "generate":
+            assert run([*argv[:2], "--tokens", "4"]) == 0
+        if argv[0] == "train":
+            assert run([*argv, "train.steps=2", "run.name=again"]) == 0
 
 
 # ---------------------------------------------------------------------- a run that fails

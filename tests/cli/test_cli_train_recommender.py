@@ -42,17 +42,17 @@ def test_training_prints_quality_and_next_commands(folder: Path, stretto: Comman
 def test_json_is_one_object_and_a_taken_name_gets_a_number(folder: Path, stretto: CommandLine) -> None:
     line = ["train", str(folder / "tiny.yaml"), "--json", "run.name=twice", "train.steps=3", "layout.ranks=1"]
     for name in ("twice", "twice-2"):
-        facts = json.loads(stretto(*line))
-        assert facts["steps"] == 3
-        assert facts["run_dir"] == str(folder / "runs" / name)
-        assert facts["checkpoint"].endswith(f"{name}/checkpoints/step-00000003")
-        assert facts["stopped"] is False
-        assert facts["placement"]["C1"] == {"split": "row", "ranks": [0], "place": "device", "cache": 0.1}
-        assert 0 < facts["auc"] < 1
-        assert facts["best_entropy"] < facts["entropy"]
-        assert set(facts) >= {"loss", "samples_per_s", "logloss", "calibration"}
-    facts = json.loads(stretto(*line, "train.steps=5", "--resume", "auto"))
-    assert (facts["steps"], facts["run_dir"]) == (5, str(folder / "runs" / "twice"))
+        report = json.loads(stretto(*line))
+        assert report["steps"] == 3
+        assert report["run_dir"] == str(folder / "runs" / name)
+        assert report["checkpoint"].endswith(f"{name}/checkpoints/step-00000003")
+        assert report["stopped"] is False
+        assert report["placement"]["C1"] == {"split": "row", "ranks": [0], "place": "device", "cache": 0.1}
+        assert 0 < report["auc"] < 1
+        assert report["best_entropy"] < report["entropy"]
+        assert set(report) >= {"loss", "samples_per_s", "logloss", "calibration"}
+    report = json.loads(stretto(*line, "train.steps=5", "--resume", "auto"))
+    assert (report["steps"], report["run_dir"]) == (5, str(folder / "runs" / "twice"))
     lines = (folder / "runs" / "twice" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
 
@@ -73,8 +73,8 @@ def test_the_criteo_config_is_refused_on_cpus_until_it_fits(
 
 def test_without_evaluation_there_is_no_quality(folder: Path, stretto: CommandLine) -> None:
     line = ["train", str(folder / "tiny.yaml"), "--json", "run.name=none", "train.steps=1", "layout.ranks=1"]
-    facts = json.loads(stretto(*line, "eval.every=null"))
-    assert facts["auc"] is facts["entropy"] is None
+    report = json.loads(stretto(*line, "eval.every=null"))
+    assert report["auc"] is report["entropy"] is None
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.apart
 
 
 def halve_gradients() -> None:
-    whole = Pipeline.step
+    original = Pipeline.step
 
     def step(self: Pipeline, inputs: Any, targets: Any, scale: Any, *rest: Any) -> Tensor | None:
-        return whole(self, inputs, targets, [one / 2 for one in scale], *rest)
+        return original(self, inputs, targets, [factor / 2 for factor in scale], *rest)
 
     Pipeline.step = step
 
@@ -43,12 +43,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_equal_layouts_end_with_0(config: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["verify", config, "layout.pp=2", "--json"]) == 0
     out = capfd.readouterr().out
-    facts = json.loads(out)
-    assert (facts["equal"], facts["dtype"], facts["tolerance"], facts["steps"]) == (True, "float64", 1e-9, 3)
-    assert "the plain model itself" in facts["unseen"]
-    assert facts["compared"][-1] == "weights after updates by torch.optim.AdamW"
-    assert "learning rates" in facts["shared"]
-    (layout,) = facts["layouts"]
+    report = json.loads(out)
+    assert (report["equal"], report["dtype"], report["tolerance"], report["steps"]) == (
+        True,
+        "float64",
+        1e-9,
+        3,
+    )
+    assert "the plain model itself" in report["unseen"]
+    assert report["compared"][-1] == "weights after updates by torch.optim.AdamW"
+    assert "learning rates" in report["shared"]
+    (layout,) = report["layouts"]
     assert layout["layout"] == "tp1 dp1 pp2 1f1b"
     assert layout["equal"] is True
     assert layout["diagnosis"] is None
@@ -61,9 +66,9 @@ def test_flex_attention_is_refused_on_cpus(
     config: str, command: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run([command, config, "train.attention=flex", "model.dropout=0"]) == 2
-    said = capfd.readouterr().err
-    assert "train.attention is flex, which does not train on cpu with torch" in said
-    assert "train.attention=auto" in said
+    errors = capfd.readouterr().err
+    assert "train.attention is flex, which does not train on cpu with torch" in errors
+    assert "train.attention=auto" in errors
 
 
 def test_a_layout_that_differs_ends_with_1_and_a_diagnosis(
@@ -126,16 +131,18 @@ def test_what_is_impossible_is_in_the_json(config: str, capfd: pytest.CaptureFix
     assert (
         run(["verify", config, *command, "--layouts", "all", "--ranks", "1", "--steps", "1", "--json"]) == 0
     )
-    facts = json.loads(capfd.readouterr().out)
-    (first,) = [one for one in facts["impossible"] if one["reason"].startswith("schedule dualpipe:")]
+    report = json.loads(capfd.readouterr().out)
+    (first,) = [
+        refusal for refusal in report["impossible"] if refusal["reason"].startswith("schedule dualpipe:")
+    ]
     assert first == {
         "reason": "schedule dualpipe: ranks is 1, must be even for schedule 'dualpipe'",
         "left_out": ["tp1 dp1 pp1"],
     }
-    assert facts["equal"] is True
+    assert report["equal"] is True
     assert {"tp1 dp1 pp1 recompute=selective", "tp1 dp1 pp1 recompute=full"} <= {
         " ".join(word for word in layout["layout"].split() if "=" in word or word[-1].isdigit())
-        for layout in facts["layouts"]
+        for layout in report["layouts"]
     }
 
 

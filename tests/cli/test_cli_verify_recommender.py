@@ -30,10 +30,10 @@ optim: {tables: {name: rowwise_adagrad, lr: 0.05}}
 
 
 def scale_table_gradients() -> None:
-    whole = TableBatch.send_gradient
+    original = TableBatch.send_gradient
 
     def twice(self: TableBatch, gradient: Tensor) -> None:
-        whole(self, gradient * 2)
+        original(self, gradient * 2)
 
     TableBatch.send_gradient = twice
 
@@ -47,9 +47,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_an_equal_placement_ends_with_0(config: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["verify", config, "--json"]) == 0
-    facts = json.loads(capfd.readouterr().out)
-    assert (facts["equal"], facts["dtype"], facts["tolerance"], facts["steps"]) == (True, "float64", 1e-9, 3)
-    (layout,) = facts["layouts"]
+    report = json.loads(capfd.readouterr().out)
+    assert (report["equal"], report["dtype"], report["tolerance"], report["steps"]) == (
+        True,
+        "float64",
+        1e-9,
+        3,
+    )
+    (layout,) = report["layouts"]
     assert layout["layout"] == "column rowwise_adagrad+adamw dot data overlap"
     assert layout["placement"] == dict.fromkeys(("C1", "C2", "C3"), "column on 0, 1")
     for key in ("loss_error", "grad_error", "norm_error", "weight_error", "state_error", "predict_error"):
@@ -88,7 +93,7 @@ def test_all_placements_are_offered(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--ranks", "2"], "--ranks 2 goes with --layouts all"),
         (["tables.placement=colum"], "tables.placement is colum"),
@@ -96,7 +101,7 @@ def test_all_placements_are_offered(
     ],
 )
 def test_bad_input_ends_with_2(
-    config: str, arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
+    config: str, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["verify", config, *arguments]) == 2
-    assert words in capfd.readouterr().err
+    assert message in capfd.readouterr().err

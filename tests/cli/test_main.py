@@ -47,15 +47,15 @@ def all_commands() -> dict[str, Any]:
     for name in main.app_commands():
         command = get_command(main.app_of(name))
         inner: dict[str, Any] = getattr(command, "commands", {})
-        commands |= {f"{name} {word}": one for word, one in inner.items()} or {name: command}
+        commands |= {f"{name} {word}": subcommand for word, subcommand in inner.items()} or {name: command}
     return commands
 
 
-@pytest.mark.parametrize("words", all_commands())
-def test_every_command_has_a_summary_of_one_line_and_an_example(words: str) -> None:
-    command = all_commands()[words]
+@pytest.mark.parametrize("name", all_commands())
+def test_every_command_has_a_summary_of_one_line_and_an_example(name: str) -> None:
+    command = all_commands()[name]
     assert "\n" not in command.help.partition("\n\n")[0]
-    assert re.match(rf"Examples?: stretto {words} ", command.epilog)
+    assert re.match(rf"Examples?: stretto {name} ", command.epilog)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,6 @@ def test_config_prints_what_is_set_or_all(capsys: pytest.CaptureFixture[str]) ->
 def test_config_tells_which_fields_outweigh_a_preset(tmp_path: Path, stretto: CommandLine) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(Path("configs/quickstart.yaml").read_text().replace("model:", "model:\n  preset: gpt2"))
-    said = "# these fields of model outweigh the preset gpt2: family, layers, hidden, heads, dropout\n"
-    assert said in stretto("config", file)
+    comment = "# these fields of model outweigh the preset gpt2: family, layers, hidden, heads, dropout\n"
+    assert comment in stretto("config", file)
     assert "outweigh" not in stretto("config", "configs/quickstart.yaml")

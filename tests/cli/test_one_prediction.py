@@ -24,11 +24,11 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     return json.loads(capsys.readouterr().out)
 
 
-def measures(facts: dict[str, Any]) -> dict[str, Any]:
+def measures(report: dict[str, Any]) -> dict[str, Any]:
     names = (
         "step_time_s low high tokens_per_s tflops_per_gpu mfu bubble parts dominant memory_gib memory verdict"
     )
-    return {name: facts[name] for name in names.split()}
+    return {name: report[name] for name in names.split()}
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +52,11 @@ def test_what_a_plan_predicts_is_predicted_of_the_config_that_it_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, cluster: str, fixed: tuple[str, ...]
 ) -> None:
     path = str(tmp_path / "planned.yaml")
-    words = [word for choice in fixed for word in ("--fix", choice)]
+    options = [word for choice in fixed for word in ("--fix", choice)]
     plan = run_json(
         capsys,
         *("plan", "--model", model, "--cluster", cluster, "--batch", "64", "--top", "1", "--write", path),
-        *words,
+        *options,
     )
     (row,) = run_json(capsys, "predict", path, "--cluster", cluster)["rows"]
     assert measures(row) == measures(plan["ranking"][0])
@@ -67,11 +67,11 @@ def test_what_a_plan_predicts_is_predicted_of_the_config_that_it_writes(
 def words_of(row: dict[str, Any]) -> list[str]:
     """A plan's row as the arguments of `predict`."""
     sizes, dp = row["sizes"], row["dp"]
-    words = [f"{axis}={sizes[axis]}" for axis in ("tp", "cp", "ep", "dp", "pp")]
-    words += [f"{name}={value}" for name, value in row["options"].items()]
-    words += [f"micro={row['micro_batch']}", "batch=64", f"sp={int(row['sequence_parallel'])}"]
-    words += [f"schedule={row['schedule']}", f"recompute={row['recompute']['mode']}"]
-    return [*words, f"zero={['ddp', 'zero1', 'zero2', 'zero3'].index(dp['mode'])}"]
+    arguments = [f"{axis}={sizes[axis]}" for axis in ("tp", "cp", "ep", "dp", "pp")]
+    arguments += [f"{name}={value}" for name, value in row["options"].items()]
+    arguments += [f"micro={row['micro_batch']}", "batch=64", f"sp={int(row['sequence_parallel'])}"]
+    arguments += [f"schedule={row['schedule']}", f"recompute={row['recompute']['mode']}"]
+    return [*arguments, f"zero={['ddp', 'zero1', 'zero2', 'zero3'].index(dp['mode'])}"]
 
 
 @pytest.mark.parametrize(

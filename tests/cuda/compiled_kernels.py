@@ -99,8 +99,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        words = [str(tool), "-res-usage", file.name]
-        text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     assert len(found) == 1, text
     registers, stack, local = map(int, found[0])
@@ -508,8 +508,8 @@ def main() -> None:
         return
     reports = dict[str, Report]()
     for chip in options.chips:  # torch knows one device in a process
-        words = [sys.executable, __file__, chip, "--only", options.only]
-        reports[chip] = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+        command = [sys.executable, __file__, chip, "--only", options.only]
+        reports[chip] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     print(table(reports))
 
 

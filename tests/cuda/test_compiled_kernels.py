@@ -26,7 +26,7 @@ A_FEW = "^(Llama 3, bf16|Gemma 2, bf16|Mixtral, routed experts|Mistral, window|g
 
 def compiled(chip: str, only: str, folder: Path) -> dict[str, dict[str, Any]]:
     """The report of `compiled_kernels.py`."""
-    words = [sys.executable, str(SCRIPT), chip, "--only", only]
+    command = [sys.executable, str(SCRIPT), chip, "--only", only]
     environment = {
         **os.environ,
         "PYTHONPATH": str(SOURCE),
@@ -35,7 +35,7 @@ def compiled(chip: str, only: str, folder: Path) -> dict[str, dict[str, Any]]:
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        words, env=environment, capture_output=True, text=True, timeout=1500, check=False, cwd=folder
+        command, env=environment, capture_output=True, text=True, timeout=1500, check=False, cwd=folder
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

@@ -195,7 +195,7 @@ train: {steps: 10, dtype: bfloat16, device: cuda}
 """
 
 
-def dryrun(folder: Path, *words: str, code: int = 0) -> Any:
+def dryrun(folder: Path, *overrides: str, code: int = 0) -> Any:
     """The object that the command prints, in a process of its own."""
     (folder / "job.yaml").write_text(CONFIG)
     command = [
@@ -206,7 +206,7 @@ def dryrun(folder: Path, *words: str, code: int = 0) -> Any:
         "job.yaml",
         "--allocator",
         "--json",
-        *words,
+        *overrides,
     ]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert ran.returncode == code, ran.stdout[-2000:] + ran.stderr[-4000:]
@@ -214,10 +214,10 @@ def dryrun(folder: Path, *words: str, code: int = 0) -> Any:
 
 
 @simulated
-@pytest.mark.parametrize("words", ["", "optim.name=muon layout.dp=1 dp.mode=ddp batch.global_size=8"])
-def test_a_rank_of_a_layout_runs_as_predicted(tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize("overrides", ["", "optim.name=muon layout.dp=1 dp.mode=ddp batch.global_size=8"])
+def test_a_rank_of_a_layout_runs_as_predicted(tmp_path: Path, overrides: str) -> None:
     """Tensors as the memory model predicts, and what it leaves out: the workspace of cuBLAS."""
-    ran = dryrun(tmp_path, *words.split(), "--rank", "1" if words else "5")
+    ran = dryrun(tmp_path, *overrides.split(), "--rank", "1" if overrides else "5")
     assert ran["coordinates"]["pp"] == 1
     assert ran["out_of_memory"] is None
     workspace = ran["allocated_bytes"] - ran["predicted_bytes"]
@@ -237,7 +237,7 @@ def test_a_rank_that_does_not_fit_says_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--allocator"], "loaded before torch"),
         (["--allocator", "--quick"], "exclude each other"),
@@ -245,7 +245,7 @@ def test_a_rank_that_does_not_fit_says_where(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_of_the_allocator(
-    stretto: CommandLine, tmp_path: Path, words: list[str], message: str
+    stretto: CommandLine, tmp_path: Path, options: list[str], message: str
 ) -> None:
     (tmp_path / "job.yaml").write_text(CONFIG)
-    assert re.search(message, stretto.error("dryrun", tmp_path / "job.yaml", *words))
+    assert re.search(message, stretto.error("dryrun", tmp_path / "job.yaml", *options))

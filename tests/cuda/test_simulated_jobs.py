@@ -55,15 +55,15 @@ def on_gpu() -> Generator[Callable[..., Any]]:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
-def job_of(section: dict[str, Any], words: Sequence[str]) -> Job:
-    return jobs.legal(jobs.config(section, 32, 2, 4, SETTING, "train.vocab_multiple=4", *words))
+def job_of(section: dict[str, Any], overrides: Sequence[str]) -> Job:
+    return jobs.legal(jobs.config(section, 32, 2, 4, SETTING, "train.vocab_multiple=4", *overrides))
 
 
-def stepped(section: dict[str, Any], words: Sequence[str], rank: int | None = None) -> tuple[Waits, int]:
+def stepped(section: dict[str, Any], overrides: Sequence[str], rank: int | None = None) -> tuple[Waits, int]:
     """Take two steps as one rank, by default the last. Return where the host waited in the second, by file,
     and how many kernels it launched.
     """
-    job = job_of(section, words)
+    job = job_of(section, overrides)
     with simulated_rank(job.layout, job.layout.world - 1 if rank is None else rank) as mesh:
         trainer = jobs.Trainer(job, mesh)
         try:
@@ -96,20 +96,20 @@ def refusals() -> dict[str, str]:
             "strides": lambda: torch.distributed.all_reduce(x.T[1:], group=group),
             "unsent": lambda: torch.distributed.all_reduce(x.to(torch.int16), group=group),
         }
-        said = dict[str, str]()
+        messages = dict[str, str]()
         for name, call in calls.items():
             try:
                 call()
             except (RuntimeError, ValueError, TypeError) as error:
-                said[name] = str(error)
+                messages[name] = str(error)
         with SETTING.synchronisations() as waits:
             x.sum().item()
-        said["read"] = waits[0]
-    return said
+        messages["read"] = waits[0]
+    return messages
 
 
 def test_what_is_refused(on_gpu: Callable[..., Any]) -> None:
-    said = on_gpu(refusals)
+    messages = on_gpu(refusals)
     expected = {
         "mixed": "on the same device",
         "type": "not implemented for 'BFloat16'",
@@ -119,8 +119,8 @@ def test_what_is_refused(on_gpu: Callable[..., Any]) -> None:
         "unsent": "Short",
         "read": __file__,
     }
-    for name, words in expected.items():
-        assert words in said.get(name, "nothing"), (name, said.get(name))
+    for name, phrase in expected.items():
+        assert phrase in messages.get(name, "nothing"), (name, messages.get(name))
 
 
 QUICK = {"llama", "experts", "fp8 row", "tensor and sequence", "states on the host"}
@@ -177,9 +177,9 @@ MORE = [
     *("moe layout.tp=2 layout.dp=2 layout.ep=4 layout.expert_tp=1", "moe layout.cp=2 layout.ep=2"),
     *("moe layout.dp=2 layout.ep=2 model.moe.capacity=1.25", f"moe {TWO} schedule.name=dualpipe"),
     *(
-        f"{model} {words}"
+        f"{model} {overrides}"
         for model in ("gemma2", "deepseek", "gpt-oss", "t5")
-        for words in (SP, "layout.pp=2", "layout.dp=2 dp.mode=zero3", "recompute.mode=full")
+        for overrides in (SP, "layout.pp=2", "layout.dp=2 dp.mode=zero3", "recompute.mode=full")
     ),
     *(f"{model} layout.cp=2" for model in ("gemma2", "deepseek", "gpt-oss")),
     *(f"gpt model.dropout=0.1 {SP} recompute.mode=full", "t5 model.dropout=0.1"),
@@ -187,17 +187,17 @@ MORE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", MORE)
-def test_a_step_of_other_jobs(words: str, on_gpu: Callable[..., Any]) -> None:
-    model, *overrides = words.split()
-    if "pipedream" in words:
+@pytest.mark.parametrize("case", MORE)
+def test_a_step_of_other_jobs(case: str, on_gpu: Callable[..., Any]) -> None:
+    model, *overrides = case.split()
+    if "pipedream" in case:
         overrides.append("optim.clip=null")
-    if "dtype" not in words:
+    if "dtype" not in case:
         overrides.append("train.dtype=bfloat16")
     # whether samples are packed is a value, so the rank that serves them cannot know
-    for rank in (None,) if "server" in words else (0, None):
+    for rank in (None,) if "server" in case else (0, None):
         waits, _ = on_gpu(stepped, MODELS[model], overrides, rank)
-        if "server" in words or "pipedream" in words:
+        if "server" in case or "pipedream" in case:
             # documented: whether samples are packed, weights are finite
             assert len({*waits} - {"run/train/batches.py"}) <= 2
         else:
@@ -212,10 +212,10 @@ def packed(section: dict[str, Any]) -> tuple[Waits, int]:
         return [[(0, 0, half), (half, half, len(at))]] * 2
 
     def batch(samples: Any, indices: Sequence[int]) -> Batch:
-        plain = whole(samples, indices)
+        plain = original(samples, indices)
         return replace(plain, begins=torch.zeros_like(plain.inputs))
 
-    whole = jobs.Samples.batch
+    original = jobs.Samples.batch
     with patch.object(DocumentStarts, "runs", two_documents), patch.object(jobs.Samples, "batch", batch):
         return stepped(section, ("data.packing=documents", "train.dtype=bfloat16"))
 

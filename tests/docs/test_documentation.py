@@ -34,9 +34,9 @@ LESSONS = sorted(path.stem for path in (DOCS / "learn").glob("*.md"))
 
 def build(sources: Path, out: Path, *options: str) -> None:
     """Build a site without warnings."""
-    words = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", str(DOCS), *options]
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", str(DOCS), *options]
     done = subprocess.run(
-        [*words, "-d", str(out.with_name(f"{out.name}-doctrees")), str(sources), str(out)],
+        [*command, "-d", str(out.with_name(f"{out.name}-doctrees")), str(sources), str(out)],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
@@ -104,7 +104,7 @@ def test_links_of_the_site_lead_somewhere_and_nothing_is_loaded_from_another_hos
     assert not wrong, "\n".join(wrong[:20])
 
 
-def words(path: Path) -> int:
+def word_count(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").split())
 
 
@@ -112,8 +112,8 @@ def test_pages_are_short() -> None:
     """Below 1,500 words each and 45,000 together, but for reference and evidence."""
     pages = [*DOCS.glob("*.md"), *(DOCS / "learn").glob("*.md"), *(DOCS / "do").glob("*.md")]
     pages += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-    assert not {str(path.relative_to(ROOT)): words(path) for path in pages if words(path) >= 1500}
-    assert sum(map(words, pages)) < 45_000
+    assert not {str(path.relative_to(ROOT)): word_count(path) for path in pages if word_count(path) >= 1500}
+    assert sum(map(word_count, pages)) < 45_000
 
 
 JOB = re.search(r"jobDefaults = \{(.*?)\};", (FRONT / "job.js").read_text(encoding="utf-8"), re.DOTALL)
@@ -134,9 +134,9 @@ def test_the_state_of_every_live_figure_is_of_its_view() -> None:
             defaults = re.search(r"^  defaults: \{(.*?)\},\n", STATES[view], re.DOTALL | re.MULTILINE)
             assert defaults is not None, view
             assert JOB is not None
-            known = set(re.findall(r"(\w+):", defaults[1] + JOB[1] * ("...jobDefaults" in defaults[1])))
+            names = set(re.findall(r"(\w+):", defaults[1] + JOB[1] * ("...jobDefaults" in defaults[1])))
             given = {part.partition("=")[0] for part in query.split("&") if part}
-            assert given <= known, f"{path.relative_to(ROOT)}: {view} has no {given - known}"
+            assert given <= names, f"{path.relative_to(ROOT)}: {view} has no {given - names}"
     assert figures > 0
 
 
@@ -165,12 +165,12 @@ def test_few_messages_lack_their_chinese(tmp_path: Path) -> None:
         if name.parts[0] not in UNTRANSLATED:
             continue
         translation = DOCS / "locale" / "zh_CN" / "LC_MESSAGES" / name.with_suffix(".po")
-        known = set[str]()
+        translated = set[str]()
         if translation.is_file():
             with translation.open(encoding="utf-8") as file:
-                known = {message.id for message in read_po(file) if message.string and not message.fuzzy}
+                translated = {message.id for message in read_po(file) if message.string and not message.fuzzy}
         with template.open(encoding="utf-8") as file:
-            lacking = [message.id for message in read_po(file) if message.id and message.id not in known]
+            lacking = [message.id for message in read_po(file) if message.id and message.id not in translated]
         missing[name.parts[0]] += len(lacking)
         pages += 1
     assert pages > 30

@@ -230,13 +230,13 @@ ROUTED = ("early", "b.mlp.router.weight", "b.mlp.experts.up", "late")
 def test_a_backward_that_goes_wrong_at_a_router_is_named(wrong: tuple[str, ...], named: bool) -> None:
     errors = {name: 0.3 if name in wrong else 0.0 for name in ROUTED}
     gradients = Comparison(errors, {name: 0.9 - 0.1 * len(name) for name in ROUTED}, errors)
-    said = sentence(replace(EQUAL, gradients=gradients, experts=["b.mlp.experts.up"]))
+    message = sentence(replace(EQUAL, gradients=gradients, experts=["b.mlp.experts.up"]))
     routing = "the gradient of b.mlp.router.weight is wrong, and those of its experts and of all that comes"
-    assert (routing in said) is named, said
+    assert (routing in message) is named, message
 
 
 @pytest.mark.parametrize(
-    ("ratio", "said"),
+    ("ratio", "phrase"),
     [
         (2.0, "2"),
         (0.25, "0.25"),
@@ -244,15 +244,15 @@ def test_a_backward_that_goes_wrong_at_a_router_is_named(wrong: tuple[str, ...],
         (1 - 3e-12, "0.999999999997"),
     ],
 )
-def test_a_ratio_is_told_from_one(ratio: float, said: str) -> None:
-    assert times(ratio) == f"{said} times"
+def test_a_ratio_is_told_from_one(ratio: float, phrase: str) -> None:
+    assert times(ratio) == f"{phrase} times"
 
 
 def test_compare_measures_error_ratio_and_residual() -> None:
     reference = {"a": torch.tensor([1.0, -4.0]).double(), "b": torch.tensor([2.0, 2.0]).double()}
     places = {name: ShardPlacement.unsharded(name, (2,)) for name in reference}
-    ours = {"a": 3 * reference["a"], "b": torch.tensor([2.0, 2.5]).double()}
-    comparison = compare(ours, places, reference)
+    computed = {"a": 3 * reference["a"], "b": torch.tensor([2.0, 2.5]).double()}
+    comparison = compare(computed, places, reference)
     assert comparison.errors == {"a": pytest.approx(2.0), "b": pytest.approx(0.25)}
     assert comparison.ratios == {"a": pytest.approx(3.0), "b": pytest.approx(1.125)}
     assert comparison.residuals["a"] < 1e-15
@@ -264,14 +264,14 @@ def test_compare_measures_error_ratio_and_residual() -> None:
 
 def test_what_is_no_number_is_infinitely_wrong() -> None:
     reference = {"a": torch.ones(2).double()}
-    ours = {"a": torch.tensor([1.0, float("nan")]).double()}
-    assert compare(ours, {"a": ShardPlacement.unsharded("a", (2,))}, reference).error == float("inf")
+    computed = {"a": torch.tensor([1.0, float("nan")]).double()}
+    assert compare(computed, {"a": ShardPlacement.unsharded("a", (2,))}, reference).error == float("inf")
     assert relative(float("nan"), 1.0) == float("inf")
 
 
-def error_beside(ours: float, reference: float) -> float:
+def error_beside(computed: float, reference: float) -> float:
     """The error of a parameter of these values in a model whose largest value is 1."""
-    pair = [{"a": torch.ones(2).double(), "b": torch.full((2,), b).double()} for b in (ours, reference)]
+    pair = [{"a": torch.ones(2).double(), "b": torch.full((2,), b).double()} for b in (computed, reference)]
     return compare(pair[0], {n: ShardPlacement.unsharded(n, (2,)) for n in pair[1]}, pair[1]).errors["b"]
 
 
@@ -279,14 +279,14 @@ ROUNDING = torch.finfo(torch.float64).eps
 
 
 @pytest.mark.parametrize(
-    ("ours", "reference"),
+    ("computed", "reference"),
     [(-3e-18, 1e-18), (0.0, 1e-18), (ROUNDING, 0.0), (0.0, ROUNDING), (2 * ROUNDING, -2 * ROUNDING)],
 )
 def test_rounding_of_a_gradient_that_is_zero_in_exact_arithmetic_is_no_error(
-    ours: float, reference: float
+    computed: float, reference: float
 ) -> None:
     """On either side and with either sign: CPUs differ in how they sum."""
-    assert error_beside(ours, reference) < TOLERANCE
+    assert error_beside(computed, reference) < TOLERANCE
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6, 1e-9, 1e-12])
@@ -351,16 +351,16 @@ def test_a_missing_sum_of_all_beside_one_of_the_experts_names_both() -> None:
     errors = dict.fromkeys(NAMES, 0.7)
     ratios = {**dict.fromkeys(NAMES, 0.5), "c": 0.125}
     both = Comparison(errors, ratios, dict.fromkeys(NAMES, 0.4))
-    said = sentence(replace(SPLIT, tp=1, gradients=both))
-    dense, experts = said.split("; ")
+    message = sentence(replace(SPLIT, tp=1, gradients=both))
+    dense, experts = message.split("; ")
     assert dense.endswith("the data-parallel reduction is missing")
     assert experts.endswith("the reduction over expert_dp is missing")
 
 
 def test_a_missing_sum_that_spoils_all_earlier_gradients_is_reported_as_all() -> None:
     """A wrong forward gradient reaches every layer before it, and has no factor."""
-    said = sentence(replace(SPLIT, gradients=off(dict.fromkeys(NAMES[:3], 0.7))))
-    assert said.endswith(
+    message = sentence(replace(SPLIT, gradients=off(dict.fromkeys(NAMES[:3], 0.7))))
+    assert message.endswith(
         "differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
     )
 
@@ -370,11 +370,11 @@ SHARD = SequenceSplit(length=6, cp=2, cp_index=0, tp=2, tp_index=1)  # positions
 
 
 def test_outputs_that_are_split_along_the_sequence_are_laid_beside_their_positions() -> None:
-    whole = torch.arange(2 * 6 * 3.0).reshape(2, 6, 3)
-    mine, same = beside_positions(whole[:, 2:6].clone(), whole, CONTEXT) or (None, None)
+    full = torch.arange(2 * 6 * 3.0).reshape(2, 6, 3)
+    mine, same = beside_positions(full[:, 2:6].clone(), full, CONTEXT) or (None, None)
     assert mine is not None
     assert torch.equal(mine, same)
-    padding = beside_positions(torch.full((2, 2, 3), 7.0), whole, SHARD)
+    padding = beside_positions(torch.full((2, 2, 3), 7.0), full, SHARD)
     assert padding is not None
     assert padding[0].numel() == padding[1].numel() == 0
     heads = torch.zeros(2, 3, 4, 5)  # heads are split as well

@@ -36,11 +36,11 @@ from stretto.run.launch.local import RankFailed
 CASES: dict[str, tuple[Callable[[], Report], str]] = {}
 
 
-def case(said: str) -> Callable[[Callable[[], Report]], Callable[[], Report]]:
+def case(message: str) -> Callable[[Callable[[], Report]], Callable[[], Report]]:
     """A bug on two ranks, and what must be said of it."""
 
     def enter(check: Callable[[], Report]) -> Callable[[], Report]:
-        CASES[check.__name__] = check, said
+        CASES[check.__name__] = check, message
         return check
 
     return enter
@@ -121,7 +121,7 @@ def gradients_of_unequal_tokens() -> Report:
 
 def positions(batch: Any, rank: int) -> Any:
     """This rank's positions of every sample, as under context parallelism."""
-    return tuple(one.chunk(2, 1)[rank] for one in batch)
+    return tuple(tensor.chunk(2, 1)[rank] for tensor in batch)
 
 
 @case(
@@ -207,10 +207,10 @@ def own_norm(model: nn.Module) -> Tensor:
 def split_norm(model: nn.Module) -> Tensor:
     """Squares of shards are summed over ranks, those of whole parameters are counted once."""
     shards = [p.grad for name, p in model.named_parameters() if ".up." in name or "down.weight" in name]
-    whole = [p.grad for p in model.parameters() if all(p.grad is not one for one in shards)]
+    replicated = [p.grad for p in model.parameters() if all(p.grad is not shard for shard in shards)]
     square = nn.utils.get_total_norm(shards) ** 2
     dist.all_reduce(square)
-    return (square + nn.utils.get_total_norm(whole) ** 2).sqrt()
+    return (square + nn.utils.get_total_norm(replicated) ** 2).sqrt()
 
 
 def test_a_norm_over_all_shards_is_equal() -> None:
@@ -456,7 +456,7 @@ def over_two_axes(over: str) -> Report:
     group = groups[rank // 2] if over == "cp" else groups[2 + rank % 2]
 
     def share(batch: Any, rank: int) -> Any:
-        return tuple(one.chunk(2)[rank // 2].chunk(2, 1)[rank % 2] for one in batch)
+        return tuple(tensor.chunk(2)[rank // 2].chunk(2, 1)[rank % 2] for tensor in batch)
 
     def averaged(model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -472,9 +472,9 @@ def both_axes() -> dict[str, Report]:
 
 def test_the_axis_that_gradients_are_not_reduced_over_is_named() -> None:
     reports = on_ranks(4, both_axes)[0]
-    said = "every gradient differs between the 2 ranks of {}, and their mean is the reference"
-    assert said.format("cp") in (reports["dp"].diagnosis or "")
-    assert said.format("dp") in (reports["cp"].diagnosis or "")
+    template = "every gradient differs between the 2 ranks of {}, and their mean is the reference"
+    assert template.format("cp") in (reports["dp"].diagnosis or "")
+    assert template.format("dp") in (reports["cp"].diagnosis or "")
 
 
 # ------------------------------------------------------------------ mistakes in the call
@@ -541,7 +541,7 @@ def wrong_reduction() -> Report:
 
 
 @pytest.mark.parametrize(
-    ("check", "said"),
+    ("check", "message"),
     [
         (ungathered, "down.weight is [16, 32] on a rank and [16, 64] in the plain model"),
         (ungathered, "give gather={'blocks.0.down.weight': Split(1)}"),
@@ -553,7 +553,7 @@ def wrong_reduction() -> Report:
         (wrong_reduction, "reduction is 'meen'"),
     ],
 )
-def test_a_mistake_in_the_call_is_one_clear_error(check: Any, said: str) -> None:
+def test_a_mistake_in_the_call_is_one_clear_error(check: Any, message: str) -> None:
     with pytest.raises(StrettoError) as error:
         on_ranks(2, check)
-    assert said in str(error.value)
+    assert message in str(error.value)

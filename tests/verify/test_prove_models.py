@@ -146,7 +146,7 @@ def sharded_and_tensor_parallel(model: Any) -> nn.Module:
 
 
 def replica_samples(batch: Any, rank: int) -> Any:
-    return tuple(one.chunk(2)[rank // 2] for one in batch)
+    return tuple(tensor.chunk(2)[rank // 2] for tensor in batch)
 
 
 def by_two_axes() -> Report:
@@ -178,15 +178,15 @@ class Anew(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         model = models.Plain().double()
-        self.words, self.head = model.embed, model.head
+        self.tokens, self.head = model.embed, model.head
         self.layers = nn.Sequential(*map(ByHand, model.blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(self.words(x)))
+        return self.head(self.layers(self.tokens(x)))
 
 
 def by_hand_anew() -> Report:
-    names = {"layers.*": "blocks.*", "words.*": "embed.*"}
+    names = {"layers.*": "blocks.*", "tokens.*": "embed.*"}
     return prove(
         plain,
         lambda _: Anew(),
@@ -292,8 +292,8 @@ def language_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
 
 def by_transformers() -> Report:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    words = {"input_ids": torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(1))}
-    return prove(llama, by_plan, words, language_step, loss=language_loss)
+    inputs = {"input_ids": torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(1))}
+    return prove(llama, by_plan, inputs, language_step, loss=language_loss)
 
 
 def test_transformers_with_a_plan() -> None:
@@ -328,9 +328,9 @@ def in_type(dtype: torch.dtype) -> Report:
 def test_models_that_stay_in_their_type_are_held_to_its_rounding(dtype: torch.dtype) -> None:
     report = proves(2, in_type, dtype)
     assert report.equal, str(report)
-    for one in report.quantities:
-        if one.error is not None:
-            assert one.error < one.bound < (1e-2 if dtype == torch.float32 else 1.0), one
+    for quantity in report.quantities:
+        if quantity.error is not None:
+            assert quantity.error < quantity.bound < (1e-2 if dtype == torch.float32 else 1.0), quantity
 
 
 def test_one_process_needs_no_ranks() -> None:

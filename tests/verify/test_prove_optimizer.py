@@ -45,18 +45,20 @@ def values(seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("how", RULES.values(), ids=RULES.keys())
 def test_two_versions_of_each_rule_agree(how: Optimiser) -> None:
     """Over several updates at rates that change, one of them without a gradient of some parameter."""
-    ours, theirs = ([(n, nn.Parameter(t)) for n, t in values(0).items()] for _ in range(2))
-    judged, reference = build_optimizer(ours, how), ReferenceOptimizer(theirs, how)
+    parameters, reference_parameters = (
+        [(n, nn.Parameter(t)) for n, t in values(0).items()] for _ in range(2)
+    )
+    judged, reference = build_optimizer(parameters, how), ReferenceOptimizer(reference_parameters, how)
     for number in range(4):
         gradients, rate = values(10 + number), how.lr / (number + 1)
-        for name, parameter in (*ours, *theirs):
+        for name, parameter in (*parameters, *reference_parameters):
             missing = number == 1 and name == "blocks.0.attn.proj.weight"
             parameter.grad = None if missing else gradients[name].clone()
         for group in judged.param_groups:
             group["lr"] = rate
         judged.step()
         reference.step(rate)
-        assert all(parameter.grad is None for _, parameter in theirs)
-    for (name, parameter), (_, other) in zip(ours, theirs, strict=True):
+        assert all(parameter.grad is None for _, parameter in reference_parameters)
+    for (name, parameter), (_, other) in zip(parameters, reference_parameters, strict=True):
         assert (parameter - values(0)[name]).abs().max() > 1e-3
         assert torch.allclose(parameter, other, rtol=1e-11, atol=1e-12), name

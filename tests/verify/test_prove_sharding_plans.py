@@ -83,7 +83,7 @@ def test_splits_that_change_are_proved():
     for reports in on_ranks(2, _right):
         for report in reports:
             assert report.equal, report
-            compared = {one.name for one in report.quantities if one.error is not None}
+            compared = {quantity.name for quantity in report.quantities if quantity.error is not None}
             assert {"loss", "gradients", "weights", "states", "buffers"} <= compared
 
 

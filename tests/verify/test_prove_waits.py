@@ -38,7 +38,7 @@ def deadlocked(own_step: Any) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("own_step", "said"),
+    ("own_step", "message"),
     [
         (
             receives_first,
@@ -49,6 +49,8 @@ def deadlocked(own_step: Any) -> Report:
     ],
 )
 @pytest.mark.timeout(60)
-def test_messages_that_never_come_are_an_error_that_names_ranks_and_calls(own_step: Any, said: str) -> None:
-    with pytest.raises((RankFailed, StrettoError), match=said):
+def test_messages_that_never_come_are_an_error_that_names_ranks_and_calls(
+    own_step: Any, message: str
+) -> None:
+    with pytest.raises((RankFailed, StrettoError), match=message):
         on_ranks(2, deadlocked, own_step)

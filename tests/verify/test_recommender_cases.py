@@ -126,7 +126,7 @@ def test_a_file_changes_what_it_says_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "hint"),
+    ("text", "message", "hint"),
     [
         ("{}", "no list of placements", "write lines such as"),
         ("- row", "placement 1 is 'row'", "write lines such as"),
@@ -148,10 +148,10 @@ def test_a_file_changes_what_it_says_and_nothing_else(tmp_path: Path) -> None:
         ("- {a: [", "no YAML", "write lines"),
     ],
 )
-def test_errors_in_a_file_are_named(tmp_path: Path, text: str, words: str, hint: str) -> None:
+def test_errors_in_a_file_are_named(tmp_path: Path, text: str, message: str, hint: str) -> None:
     with pytest.raises(StrettoError) as error:
         read(tmp_path, text)
-    assert words in error.value.message
+    assert message in error.value.message
     assert error.value.hint is not None
     assert hint in error.value.hint
 
@@ -165,8 +165,8 @@ def test_drawn_samples_have_what_data_may_lack() -> None:
     for spec, feature_ids in zip(tables, ragged.ids.ids.split(ragged.ids.counts()), strict=True):
         rows = feature_ids % spec.rows if spec.ids != "hash" else feature_ids
         assert len(rows.unique()) < len(rows), spec.name
-    (one,) = draw(features=tables, numbers=4, samples=7, count=1, kind="one", seed=1)
-    assert one.ids.hot == (1,) * len(tables)
+    (batch,) = draw(features=tables, numbers=4, samples=7, count=1, kind="one", seed=1)
+    assert batch.ids.hot == (1,) * len(tables)
     (fixed,) = draw(features=tables, numbers=4, samples=7, count=1, kind="fixed", seed=1)
     assert fixed.ids.hot is not None
     assert set(fixed.ids.hot) == {1, 2, 3}
@@ -179,11 +179,11 @@ def rows_of(config: RecommenderConfig, older: int = 0) -> list[list[list[int]]]:
         older: how much older than `max_age` ids get.
     """
     tables, size = config.table_specs(), config.batch.global_size
-    held = list[list[list[int]]]()
+    rows_by_table = list[list[list[int]]]()
     for number, spec in enumerate(tables):
         if spec.ids != "hash":
             continue
-        held.append([])
+        rows_by_table.append([])
         for kind in KINDS:
             ids = HashIds(replace(spec, max_age=None if spec.max_age is None else spec.max_age + older))
             drawn = draw(features=tables, numbers=4, samples=size, count=3, kind=kind, seed=KINDS.index(kind))
@@ -191,8 +191,8 @@ def rows_of(config: RecommenderConfig, older: int = 0) -> list[list[list[int]]]:
                 ids.evict(step)
                 ids.rows(batch.ids.ids.split(batch.ids.counts())[number], step)
             state = ids.state()
-            held[-1].append(state["ids"][state["rows"] >= 0].tolist())
-    return held
+            rows_by_table[-1].append(state["ids"][state["rows"] >= 0].tolist())
+    return rows_by_table
 
 
 Lowest = Callable[[Sequence[Tensor], int, Any], Tensor]
@@ -231,10 +231,10 @@ def test_all_cases_evict_among_equals(monkeypatch: pytest.MonkeyPatch, ranks: in
     tables = [spec for spec in config.table_specs() if spec.ids == "hash"]
     for name, wrong in WRONG.items():
         monkeypatch.setattr(hash_module, "lowest", wrong)
-        held = rows_of(config)
+        rows_by_table = rows_of(config)
         assert any(
-            ours != theirs
-            for spec, ours, theirs in zip(tables, held, right, strict=True)
+            rows != expected
+            for spec, rows, expected in zip(tables, rows_by_table, right, strict=True)
             if spec.evict == policy
         ), name
 
@@ -243,5 +243,5 @@ def test_all_cases_evict_among_equals(monkeypatch: pytest.MonkeyPatch, ranks: in
 def test_all_cases_evict_by_age_alone(ranks: int) -> None:
     config = small(job(), ranks)
     aged = [spec.max_age is not None for spec in config.table_specs() if spec.ids == "hash"]
-    differ = [ours != theirs for ours, theirs in zip(rows_of(config, 1), rows_of(config), strict=True)]
+    differ = [rows != expected for rows, expected in zip(rows_of(config, 1), rows_of(config), strict=True)]
     assert differ == aged

@@ -188,11 +188,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), CASES, ids=[words[:50] for _, words in CASES])
-def test_what_a_difference_is_called(changes: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("changes", "sentence"), CASES, ids=[sentence[:50] for _, sentence in CASES])
+def test_what_a_difference_is_called(changes: dict[str, Any], sentence: str) -> None:
     cause = explain(seen(**changes))
     assert cause is not None
-    assert cause.sentence == words
+    assert cause.sentence == sentence
 
 
 def test_nothing_is_said_where_all_is_equal() -> None:

@@ -89,13 +89,13 @@ def test_every_case_of_all_equals_one_process(ranks: int) -> None:
 
 
 def scale_table_gradients(patch: pytest.MonkeyPatch, rank: int) -> None:
-    whole = TableBatch.send_gradient
-    patch.setattr(TableBatch, "send_gradient", lambda self, gradient: whole(self, 2 * gradient))
+    original = TableBatch.send_gradient
+    patch.setattr(TableBatch, "send_gradient", lambda self, gradient: original(self, 2 * gradient))
 
 
 def keep_own_statistic(patch: pytest.MonkeyPatch, rank: int) -> None:
     def local_means(self: RowMeanSquares, squares_of: Sequence[PoolSquares]) -> list[Tensor]:
-        return [one.squares / one.pool.width for one in squares_of]
+        return [part.squares / part.pool.width for part in squares_of]
 
     patch.setattr(RowMeanSquares, "means", local_means)
 
@@ -105,24 +105,24 @@ def lose_duplicates(patch: pytest.MonkeyPatch, rank: int) -> None:
         self: Any, gradient: Tensor, offsets: Tensor, grouped: Any, scale: Tensor | None = None
     ) -> Tensor:
         first = grouped.order[grouped.starts[:-1]]
-        kept = gradient[torch.repeat_interleave(torch.diff(offsets))[first]]
-        return kept if scale is None else kept * scale[first].unsqueeze(1)
+        first_gradients = gradient[torch.repeat_interleave(torch.diff(offsets))[first]]
+        return first_gradients if scale is None else first_gradients * scale[first].unsqueeze(1)
 
     patch.setattr(type(cpu.kernels_for("cpu", torch.float64)), "segment_sum", first_only)
 
 
 def begin_elsewhere(patch: pytest.MonkeyPatch, rank: int) -> None:
-    whole = ShardedTables._initial_values  # pyright: ignore[reportPrivateUsage]
+    original = ShardedTables._initial_values  # pyright: ignore[reportPrivateUsage]
 
     def values(self: Any, table: Any, rows: Tensor, *rest: Any) -> dict[str, Tensor]:
-        return whole(self, table, rows + (table.name == "C1" and rank == 1), *rest)
+        return original(self, table, rows + (table.name == "C1" and rank == 1), *rest)
 
     patch.setattr(ShardedTables, "_initial_values", values)
 
 
 def count_copies_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
     def squares(self: Any, summed: Any) -> Tensor:
-        return torch.stack([one.gradient.double().square().sum() for one in summed]).sum()
+        return torch.stack([part.gradient.double().square().sum() for part in summed]).sum()
 
     patch.setattr(TableUpdater, "norm_squared", squares)
 
@@ -132,20 +132,20 @@ def forget_to_reduce(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def update_one_rank_faster(patch: pytest.MonkeyPatch, rank: int) -> None:
-    whole = Sgd.apply
+    original = Sgd.apply
 
     def apply(self: Any, *tensors: Any, lr: float, mean_square: Tensor | None):
-        whole(self, *tensors, lr=lr * (1.5 if rank == 1 else 1.0), mean_square=mean_square)
+        original(self, *tensors, lr=lr * (1.5 if rank == 1 else 1.0), mean_square=mean_square)
 
     patch.setattr(Sgd, "apply", apply)
 
 
 def update_at_once_wrongly(patch: pytest.MonkeyPatch, rank: int) -> None:
-    whole = updater_module.update_rows
+    original = updater_module.update_rows
 
     def update(rule: Any, kernels: Any, weight: Tensor, *rest: Any, **more: Any) -> None:
         before = weight.clone()
-        whole(rule, kernels, weight, *rest, **more)
+        original(rule, kernels, weight, *rest, **more)
         weight.copy_(before + 1.1 * (weight - before))
 
     patch.setattr(updater_module, "update_rows", update)
@@ -231,8 +231,8 @@ def run_faults() -> list[Verdict]:
     placements = dict(every.placements())
     references = TableReferences(config, config.table_specs(), 3)
     for plant, name, changes, _ in FAULTS:
-        usual: dict[str, Any] = {"rule": "sgd", "dense": "sgd", "samples": "ragged"}
-        case = PlacementCase(name=name, placements=placements[name], ranks=2, **{**usual, **changes})
+        defaults: dict[str, Any] = {"rule": "sgd", "dense": "sgd", "samples": "ragged"}
+        case = PlacementCase(name=name, placements=placements[name], ranks=2, **{**defaults, **changes})
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
             plant(patch, rank)
             verdicts += prove(references, [case], Path(folder))
@@ -240,10 +240,10 @@ def run_faults() -> list[Verdict]:
 
 
 def test_planted_faults_are_seen_and_named() -> None:
-    for (plant, _, _, words), verdict in zip(FAULTS, on_ranks(2, run_faults)[0], strict=True):
+    for (plant, _, _, pattern), verdict in zip(FAULTS, on_ranks(2, run_faults)[0], strict=True):
         assert not verdict.equal, plant.__name__
         assert verdict.diagnosis is not None
-        assert re.search(words, verdict.diagnosis), f"{plant.__name__}: {verdict.diagnosis}"
+        assert re.search(pattern, verdict.diagnosis), f"{plant.__name__}: {verdict.diagnosis}"
 
 
 def test_one_rank_holds_everything() -> None:

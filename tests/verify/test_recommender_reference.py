@@ -82,9 +82,9 @@ def test_rows_that_were_not_seen_stay(rule: str) -> None:
 
 def test_one_rows_adagrad_by_hand() -> None:
     table = initial_table(torch.tensor([[1.0, 2.0]], dtype=torch.float64), "rowwise_adagrad")
-    one = torch.ones(1, dtype=torch.float64)
+    sums = torch.ones(1, dtype=torch.float64)
     RULES["rowwise_adagrad"](
-        table, torch.tensor([[3.0, 4.0]], dtype=torch.float64), one, Hyperparameters(0.5, 0.0, 0, 0)
+        table, torch.tensor([[3.0, 4.0]], dtype=torch.float64), sums, Hyperparameters(0.5, 0.0, 0, 0)
     )
     assert float(table.states["sum"][0]) == 12.5
     assert table.values[0].tolist() == pytest.approx([1 - 0.5 * 3 / 12.5**0.5, 2 - 0.5 * 4 / 12.5**0.5])
@@ -135,11 +135,11 @@ def test_clipping_scales_every_gradient() -> None:
     *batches, probe = draw(features=features, numbers=4, samples=9, count=2, kind="ragged", seed=1)
     (free,) = Reference(job(), features, [*batches, probe]).run([*batches, probe])
     clipped = job(_TABLES, f"optim.clip={free.norm / 4}")
-    (held,) = Reference(clipped, features, [*batches, probe]).run([*batches, probe])
-    assert held.norm == free.norm
+    (result,) = Reference(clipped, features, [*batches, probe]).run([*batches, probe])
+    assert result.norm == free.norm
     begun = Reference(job(), features, [*batches, probe])
     for name, table in begun.tables.items():
-        moved: Tensor = held.weights[name] - table.values
+        moved: Tensor = result.weights[name] - table.values
         torch.testing.assert_close(moved, 0.25 * (free.weights[name] - table.values), rtol=1e-5, atol=1e-14)
 
 

@@ -77,9 +77,9 @@ def forget_the_residual_stream() -> None:
     trace_only()
 
     def add_and_norm(x: Tensor, y: Tensor, *rest: Any) -> Any:
-        from stretto.engine.models.compiled import add_and_norm as whole
+        from stretto.engine.models.compiled import add_and_norm as original
 
-        return whole(x.detach(), y, *rest)
+        return original(x.detach(), y, *rest)
 
     compiled_module.add_and_norm = add_and_norm
 

@@ -153,11 +153,11 @@ def test_memory_and_counts_of_given_stages_are_those_of_the_code(stage_layers: t
     assert not problems(uneven)
     even = replace(uneven, stage_layers=None)
     for rank in (0, 1):
-        ran, held = dry_run(uneven, rank), memory_of(uneven)
-        counted = counts(uneven, rank, held)
+        ran, memory = dry_run(uneven, rank), memory_of(uneven)
+        counted = counts(uneven, rank, memory)
         assert {key: count for key, count in ran.flops.items() if count} == counted.flops
         assert ran.bytes == counted.bytes
-        predicted = one_rank(held, rank).total
+        predicted = one_rank(memory, rank).total
         assert predicted == pytest.approx(ran.peak, rel=0.06)
         assert predicted != one_rank(memory_of(even), rank).total
 

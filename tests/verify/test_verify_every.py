@@ -49,8 +49,8 @@ def chosen(folder: Path, ranks: int = 4, model: str = GPT, *overrides: str) -> E
     return every_of(job(folder, *overrides, model=model), ranks)
 
 
-def every_of(config: TrainConfig, ranks: int, whole: bool = False) -> Every:
-    return Every(configured_job(config), ranks, whole)
+def every_of(config: TrainConfig, ranks: int, all_combinations: bool = False) -> Every:
+    return Every(configured_job(config), ranks, all_combinations)
 
 
 def sizes(case: Job) -> tuple[int, int, int, int]:
@@ -71,7 +71,7 @@ SETTINGS: dict[str, Callable[[Job], object]] = {
 }
 
 
-def said(cell: tuple[int, int | None, bool, str, str, bool]) -> str:
+def cell_text(cell: tuple[int, int | None, bool, str, str, bool]) -> str:
     return " ".join(map(str, cell))
 
 
@@ -85,14 +85,14 @@ def cells(tp: int, cp: int, ep: list[tuple[int, int | None]]) -> set[str]:
             continue
         if shard and (mode != "full" or tp == 1 or sp):
             continue
-        legal.add(said((*experts, sp, context, mode, shard)))
+        legal.add(cell_text((*experts, sp, context, mode, shard)))
     return legal
 
 
 def cell(case: Job) -> str:
     recompute = case.recompute
-    kept = (case.layout.ep, case.expert_tp, case.sequence_parallel, case.context)
-    return said((*kept, recompute.mode, recompute.shard_inputs))
+    expert_split = (case.layout.ep, case.expert_tp, case.sequence_parallel, case.context)
+    return cell_text((*expert_split, recompute.mode, recompute.shard_inputs))
 
 
 def shared(case: Job) -> str:
@@ -132,9 +132,11 @@ def test_every_split_of_experts_is_covered(folder: Path) -> None:
         ]
         covered = {cell(case) for case in every.cases if sizes(case) == (tp, cp, dp, pp)}
         assert covered == cells(tp, cp, [(1, None), *legal])
-    assert not any("experts" in one.reason for one in every.impossible)
+    assert not any("experts" in refusal.reason for refusal in every.impossible)
     (three,) = [
-        one for one in every_of(job(folder, "model.moe.experts=3"), 2).impossible if "layout.ep" in one.reason
+        refusal
+        for refusal in every_of(job(folder, "model.moe.experts=3"), 2).impossible
+        if "layout.ep" in refusal.reason
     ]
     assert three.reason == "layout.ep is 2: it must divide model.moe.experts, which is 3"
     assert three.left_out == [
@@ -150,18 +152,18 @@ def test_every_schedule_is_covered_on_every_layout_and_with_every_value_of_every
     folder: Path, model: str
 ) -> None:
     config = job(folder, model=model)
-    every, whole = chosen(folder, 4, model), every_of(config, 4, whole=True)
-    assert len(every.cases) < len(whole.cases) / 40
-    assert set(map(describe, every.cases)) <= set(map(describe, whole.cases))
+    every, product = chosen(folder, 4, model), every_of(config, 4, all_combinations=True)
+    assert len(every.cases) < len(product.cases) / 40
+    assert set(map(describe, every.cases)) <= set(map(describe, product.cases))
 
     def by(key: str, cases: list[Job]) -> set[tuple[object, ...]]:
         return {(case.schedule, case.layout.pp > 1, SETTINGS[key](case)) for case in cases}
 
     for key in ("sequence_parallel", "context", "recompute", "shard_inputs", "ep"):
-        assert by(key, every.cases) == by(key, whole.cases), key
-    for case in whole.cases[::10]:  # by brute force: the options on the layouts
+        assert by(key, every.cases) == by(key, product.cases), key
+    for case in product.cases[::10]:  # by brute force: the options on the layouts
         assert problems(case) == []
-    wanted = {(sizes(c), c.schedule, str(c.options)) for c in whole.cases}
+    wanted = {(sizes(c), c.schedule, str(c.options)) for c in product.cases}
     assert {(sizes(c), c.schedule, str(c.options)) for c in every.cases} == wanted
     schedules = {c.schedule for c in every.cases if sizes(c) == (1, 1, 2, 2)}
     tied = ASYNCHRONOUS if model == GPT else set[str]()
@@ -227,15 +229,20 @@ def test_every_schedule_and_every_feature_meet_every_mode(
 
 
 def test_the_whole_product_is_enumerated(folder: Path) -> None:
-    whole = every_of(job(folder), 2, whole=True)
+    product = every_of(job(folder), 2, all_combinations=True)
     for at in SIZES[2]:
-        here = [case for case in whole.cases if sizes(case) == at]
+        here = [case for case in product.cases if sizes(case) == at]
         schedules = {(case.schedule, str(case.options)) for case in here}
         combinations = {(case.schedule, str(case.options), cell(case), shared(case)) for case in here}
         assert len(combinations) == len(here)
-        legal = [(one, way) for one in schedules for way in said_ways(at[1] * at[2]) if can(one[0], way)]
+        legal = [
+            (with_options, way)
+            for with_options in schedules
+            for way in said_ways(at[1] * at[2])
+            if can(with_options[0], way)
+        ]
         assert len(here) == len(legal) * len(cells(at[0], at[1], [(1, None)]))
-        assert {(*one, way) for one, way in legal} == {
+        assert {(*with_options, way) for with_options, way in legal} == {
             (s, options, way) for s, options, _, way in combinations
         }
 
@@ -275,20 +282,22 @@ def test_options_other_than_the_defaults_are_tried(folder: Path) -> None:
 
 def test_impossible_layouts_have_reasons(folder: Path) -> None:
     every = every_of(job(folder, "model.heads=2"), 4)
-    reasons = {one.reason: one.left_out for one in every.impossible}
+    reasons = {refusal.reason: refusal.left_out for refusal in every.impossible}
     assert reasons["layout.tp is 4: it must divide model.heads, which is 2"] == ["tp4 dp1 pp1"]
     assert reasons["layout.ep is above 1: the model has no experts"] == ["every layout"]
     ulysses = "layout.context is ulysses: layout.tp={} x layout.cp={} must divide model.heads, which is 2: "
     for tp, cp in ((1, 4), (2, 2)):
-        (one,) = [reason for reason in reasons if reason.startswith(ulysses.format(tp, cp))]
-        assert [where.startswith(f"tp{tp} cp{cp}") for where in reasons[one]] == [True]
+        (reason,) = [reason for reason in reasons if reason.startswith(ulysses.format(tp, cp))]
+        assert [where.startswith(f"tp{tp} cp{cp}") for where in reasons[reason]] == [True]
     (late,) = [reason for reason in reasons if reason.startswith("model.tied is true: schedule pipedream u")]
     assert "tp1 dp1 pp4" in reasons[late]
-    (stages,) = [one for one in every.impossible if one.reason.startswith("layout.pp is 4: 8 stages")]
+    (stages,) = [
+        refusal for refusal in every.impossible if refusal.reason.startswith("layout.pp is 4: 8 stages")
+    ]
     assert "zb-v" in stages.left_out
     assert str(stages).endswith("(bfs, interleaved, interleaved-zb, zb-v, v-half, v-min and 2 more)")
     untied = every_of(job(folder, "model.tied=false"), 4)
-    assert not any("tied" in one.reason for one in untied.impossible)
+    assert not any("tied" in refusal.reason for refusal in untied.impossible)
     assert {c.schedule for c in untied.cases if c.layout.pp == 2} >= ASYNCHRONOUS
 
 
@@ -299,7 +308,7 @@ def test_layouts_that_the_model_cannot_take_are_left_out(folder: Path) -> None:
     seven = every_of(job(folder), 7)
     assert {sizes(case) for case in seven.cases} == {(1, 7, 1, 1)}
     batch = "batch.global_size is 4: it must be a multiple of batch.micro_size=1 x layout.dp=7"
-    assert batch in [one.reason for one in seven.impossible]
+    assert batch in [refusal.reason for refusal in seven.impossible]
 
 
 @pytest.mark.slow

@@ -39,19 +39,19 @@ STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
 
 
 def halve_gradients() -> None:
-    whole = Pipeline.step
+    original = Pipeline.step
 
     def step(self: Pipeline, inputs: Any, targets: Any, scale: Any, *rest: Any) -> Tensor | None:
-        return whole(self, inputs, targets, [one / 2 for one in scale], *rest)
+        return original(self, inputs, targets, [factor / 2 for factor in scale], *rest)
 
     Pipeline.step = step
 
 
 def average_over_replicas() -> None:
-    whole = Pipeline.step
+    original = Pipeline.step
 
     def step(self: Pipeline, *arguments: Any) -> Tensor | None:
-        losses = whole(self, *arguments)
+        losses = original(self, *arguments)
         for buffer in self.buffers.values():
             for flat in buffer.flats:
                 flat.div_(self.mesh.size("dp"))
@@ -61,12 +61,12 @@ def average_over_replicas() -> None:
 
 
 def drop_a_microbatch() -> None:
-    whole = Pipeline.step
+    original = Pipeline.step
 
     def step(self: Pipeline, inputs: Any, targets: Any, *rest: Any) -> Tensor | None:
         if self.mesh.index("dp") == 0:
             targets = [*targets[:-1], torch.full_like(targets[-1], IGNORED)]
-        return whole(self, inputs, targets, *rest)
+        return original(self, inputs, targets, *rest)
 
     Pipeline.step = step
 
@@ -76,13 +76,13 @@ def forget_the_tied_sum() -> None:
 
 
 def sum_ties_twice() -> None:
-    whole = shared_module.all_sum
-    shared_module.all_sum = lambda tensor, group: whole(tensor, group).mul_(2)
+    original = shared_module.all_sum
+    shared_module.all_sum = lambda tensor, group: original(tensor, group).mul_(2)
 
 
 def average_ties() -> None:
-    whole = shared_module.all_sum
-    shared_module.all_sum = lambda tensor, group: whole(tensor, group).div_(2)
+    original = shared_module.all_sum
+    shared_module.all_sum = lambda tensor, group: original(tensor, group).div_(2)
 
 
 def reweight(change: Callable[[Tensor], Tensor]) -> None:
@@ -419,11 +419,11 @@ def later(change: Callable[[Any], Any]) -> None:
     assert build is not None
 
     def window(self: Job) -> Any:
-        made = build(self)
-        assert made is not None
+        window_of = build(self)
+        assert window_of is not None
 
         def changed(steps: int) -> Any:
-            program = made(steps)
+            program = window_of(steps)
             return replace(program, versions=change(program.versions))
 
         return changed

@@ -129,7 +129,7 @@ def test_all_layouts_pad_samples_and_compute_the_loss_in_chunks(tmp_path: Path) 
     assert config.data.sequence % 4
     cases = Every(configured_job(config), 2).cases
     assert {case.loss_chunk for case in cases} == {0, 13}
-    assert {one.reason for one in without_ranks(cases)} == {
+    assert {refusal.reason for refusal in without_ranks(cases)} == {
         "shards over some of the ranks with the same parameters need 4 ranks"
     }
     assert not [*without_ranks(Every(configured_job(smaller(config, 4)), 4).cases)]

@@ -42,8 +42,8 @@ def operator() -> None:
 def forget_the_cap() -> None:
     operator()
     flex.refusal = lambda *_, **__: None  # which would notice
-    whole = flex._compiled()
-    flex._compiled = lambda: lambda *tensors, **named: whole(*tensors, **{**named, "score_mod": None})
+    original = flex._compiled()
+    flex._compiled = lambda: lambda *tensors, **named: original(*tensors, **{**named, "score_mod": None})
 
 
 def proved(

@@ -157,10 +157,10 @@ def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> Non
     assert samples == 8
     late = vary(configured_job(config), pp=2, schedule="pipedream")
     plain, replayed = run_reference(late, trial), run_delayed(late, trial, Delays((0, 0), 8), (1, 1))
-    for ours, theirs in zip(replayed, plain, strict=True):
-        assert float(ours.loss) == pytest.approx(float(theirs.loss), rel=1e-14)
-        for name, weight in theirs.weights.items():
-            assert (ours.weights[name] - weight).abs().max() < 1e-9, name
+    for delayed, expected in zip(replayed, plain, strict=True):
+        assert float(delayed.loss) == pytest.approx(float(expected.loss), rel=1e-14)
+        for name, weight in expected.weights.items():
+            assert (delayed.weights[name] - weight).abs().max() < 1e-9, name
 
 
 def test_one_late_update_by_hand(folder: Path) -> None:
@@ -169,15 +169,15 @@ def test_one_late_update_by_hand(folder: Path) -> None:
     late = vary(configured_job(config), schedule="pipedream-2bw", options={"group": 4})
     trial = trial_of(config)
     trial = replace(trial, batches=trial.batches[:1])
-    (ours,) = run_delayed(late, trial, promised("pipedream-2bw", late.options, 1, 8), (1,))
+    (delayed,) = run_delayed(late, trial, promised("pipedream-2bw", late.options, 1, 8), (1,))
     first = build_reference(late, trial.seed).model
     rate = trial.rate(late)(0)
-    one, two = grads(late, trial)
+    first_gradients, two = grads(late, trial)
     for name, parameter in first.named_parameters():
-        kept = 1 - rate * (late.optimiser.weight_decay if parameter.dim() > 1 else 0.0)
-        weight = parameter.detach() * kept - rate * one[name]
-        weight = weight * kept - rate * two[name]  # decay is of the newest weights, the gradient is not
-        torch.testing.assert_close(ours.weights[name], weight, rtol=1e-12, atol=1e-14)
+        decay = 1 - rate * (late.optimiser.weight_decay if parameter.dim() > 1 else 0.0)
+        weight = parameter.detach() * decay - rate * first_gradients[name]
+        weight = weight * decay - rate * two[name]  # decay is of the newest weights, the gradient is not
+        torch.testing.assert_close(delayed.weights[name], weight, rtol=1e-12, atol=1e-14)
 
 
 def test_late_stages_learn_at_a_share_of_the_rate(folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_late_stages_learn_at_a_share_of_the_rate(folder: Path) -> None:
     plain = vary(configured_job(config), pp=3, schedule="pipedream")
     rate = replace(plain.optimiser.rate, rescheduling_steps=4)
     slow = replace(plain, optimiser=replace(plain.optimiser, rate=rate))
-    (full,), (less,) = (run_delayed(one, trial, Delays((2, 1, 0), 8), (1,)) for one in (plain, slow))
+    (full,), (less,) = (run_delayed(variant, trial, Delays((2, 1, 0), 8), (1,)) for variant in (plain, slow))
     shares = dict[str, float]()
     for name, before in build_reference(plain, trial.seed).model.named_parameters():
         step, short = full.weights[name] - before.detach(), less.weights[name] - before.detach()
@@ -269,13 +269,13 @@ def test_a_narrow_model_is_split_by_the_same_ranks(
 ) -> None:
     """For 4 ranks: at most 4 stages a rank, heads unchanged, widths with the same remainders."""
     config = job(folder, *overrides, model="{}")
-    shape, whole = smaller(config, 4).shape(), config.shape()
+    shape, full = smaller(config, 4).shape(), config.shape()
     widths = (shape.moe.ffn, shape.moe.shared_ffn) if shape.moe else (None, 0)
     actual = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, *widths)
     assert actual == sizes
-    assert (shape.vocab, shape.sequence, shape.tied) == (whole.vocab, whole.sequence, whole.tied)
+    assert (shape.vocab, shape.sequence, shape.tied) == (full.vocab, full.sequence, full.tied)
     for tp in (1, 2, 4):
-        assert fits_tp(shape, tp) == fits_tp(whole, tp)
+        assert fits_tp(shape, tp) == fits_tp(full, tp)
 
 
 def sizes(cases: list[Job]) -> list[tuple[int, int, int]]:

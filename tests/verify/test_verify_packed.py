@@ -53,11 +53,11 @@ MORE = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of one word to some twenty, so that samples of 16 tokens hold all kinds of edges."""
     folder, draw = tmp_path_factory.mktemp("packed"), random.Random(3)
-    words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 5))) for _ in range(80)]
+    vocabulary = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 5))) for _ in range(80)]
     with (folder / "short.jsonl").open("w") as file:
         for _ in range(400):
             file.write(
-                json.dumps({"text": " ".join(draw.choices(words, k=draw.choice((1, 2, 5, 20))))}) + "\n"
+                json.dumps({"text": " ".join(draw.choices(vocabulary, k=draw.choice((1, 2, 5, 20))))}) + "\n"
             )
     return folder
 
@@ -107,11 +107,11 @@ def share_nothing() -> None:
 
 def documents_of_the_first_microbatch() -> None:
     """Every microbatch of a rank gets them."""
-    kept = list[DocumentStarts]()
+    documents = list[DocumentStarts]()
 
     def first(begins: Tensor) -> DocumentStarts:
-        kept.append(DocumentStarts(begins))
-        return kept[0]
+        documents.append(DocumentStarts(begins))
+        return documents[0]
 
     batches_module.DocumentStarts = first
 
@@ -127,8 +127,8 @@ def test_documents_that_are_mixed_up_are_caught(folder: Path, fault: Callable[[]
 
 def test_a_packed_run_trains_and_evaluates_packed(folder: Path) -> None:
     """Evaluation keeps documents apart too: its targets are all tokens but the first of each document."""
-    words = ("layout.pp=2", "layout.cp=2", "eval.every=6", "eval.batches=1000", "run.name=apart")
-    config = config_of(folder, *words, "data.split=6,4,0")
+    overrides = ("layout.pp=2", "layout.cp=2", "eval.every=6", "eval.batches=1000", "run.name=apart")
+    config = config_of(folder, *overrides, "data.split=6,4,0")
     source = open_tokens(config)
     train(config)
     steps = list(read_lines(config.run.folder / "metrics.jsonl"))

@@ -31,10 +31,10 @@ def findings(folder: Path, fault: Any, *cases: dict[str, Any], dtype: str) -> Fi
 
 
 def send_in_type_of_weights() -> None:
-    whole = FlatGradient._packed
+    original = FlatGradient._packed
 
     def packed(self: FlatGradient) -> Tensor:
-        return whole(self).to(self.unit.parameters[0].dtype)
+        return original(self).to(self.unit.parameters[0].dtype)
 
     FlatGradient._packed = packed
 
@@ -48,16 +48,16 @@ def test_right_layouts_are_equal_in_their_own_types(tmp_path: Path, dtype: str) 
     cases = (changes(dp=2, mode="zero3"), changes(tp=2, sequence_parallel=True), changes(pp=2, mode="zero1"))
     found = findings(tmp_path, None, *cases, changes(cp=2), dtype=dtype)
     assert all(verdict.equal for verdict in found.verdicts)
-    for one in found.rounded:
-        assert one.equal, one.diagnosis
-        assert one.dtype == dtype
+    for verdict in found.rounded:
+        assert verdict.equal, verdict.diagnosis
+        assert verdict.dtype == dtype
         weights = ["weights"] if dtype == "float32" else []
-        assert [quantity.name for quantity in one.quantities] == ["loss", "gradients", "norm", *weights]
-        assert all(quantity.error for quantity in one.quantities), "rounding leaves something"
+        assert [quantity.name for quantity in verdict.quantities] == ["loss", "gradients", "norm", *weights]
+        assert all(quantity.error for quantity in verdict.quantities), "rounding leaves something"
 
 
 @pytest.mark.parametrize(
-    ("fault", "case", "words"),
+    ("fault", "case", "phrase"),
     [
         (
             send_in_type_of_weights,
@@ -68,13 +68,13 @@ def test_right_layouts_are_equal_in_their_own_types(tmp_path: Path, dtype: str) 
     ],
 )
 def test_what_float64_cannot_see_is_seen(
-    tmp_path: Path, fault: Any, case: dict[str, Any], words: str
+    tmp_path: Path, fault: Any, case: dict[str, Any], phrase: str
 ) -> None:
     found = findings(tmp_path, fault, case, dtype="bfloat16")
     assert found.verdicts[0].equal
-    (one,) = found.rounded
-    assert not one.equal
-    assert words in (one.diagnosis or "")
+    (verdict,) = found.rounded
+    assert not verdict.equal
+    assert phrase in (verdict.diagnosis or "")
 
 
 _TABLES = """
@@ -120,8 +120,8 @@ def test_16_bit_messages_are_compared_before_their_rounding_opens_a_relu() -> No
 def test_right_placements_are_equal_in_their_own_types(overrides: tuple[str, ...]) -> None:
     found = of_tables(None, *overrides)
     assert len(found.rounded) == len(found.verdicts) > 2
-    for one in (*found.verdicts, *found.rounded):
-        assert one.equal, f"{one.layout}: {one.diagnosis}"
+    for verdict in (*found.verdicts, *found.rounded):
+        assert verdict.equal, f"{verdict.layout}: {verdict.diagnosis}"
     names = [quantity.name for quantity in found.rounded[0].quantities]
     assert names == ["loss", "gradients", "norm", "weights"]
     assert found.rounded[0].dtype == "float32"
@@ -130,8 +130,8 @@ def test_right_placements_are_equal_in_their_own_types(overrides: tuple[str, ...
 def test_dense_gradients_in_a_smaller_type_are_seen_in_the_second_pass_alone() -> None:
     found = of_tables(sum_in_16_bits)
     assert all(verdict.equal for verdict in found.verdicts)
-    for one in found.rounded:
-        assert "times what rounding may do" in (one.diagnosis or ""), one.layout
+    for verdict in found.rounded:
+        assert "times what rounding may do" in (verdict.diagnosis or ""), verdict.layout
 
 
 def test_a_recommender_in_float64_has_no_second_pass() -> None:

@@ -41,7 +41,7 @@ def forget_level(level: int) -> Callable[[pytest.MonkeyPatch], None]:
             return shards
 
         def local_part(pieces: Tensor, group: Any, out: Tensor | None = None) -> Any:
-            if not any(group is one for one in marked):
+            if not any(group is marked_group for marked_group in marked):
                 return scatter(pieces, group, out)
             part = pieces[group.rank()]
             return (part.clone() if out is None else out.copy_(part)), Done()
@@ -96,11 +96,11 @@ def forget_to_gather(patch: pytest.MonkeyPatch) -> None:
 
 def keep_what_was_gathered(patch: pytest.MonkeyPatch) -> None:
     """Weights that a layer has gathered are kept after the update."""
-    release, made = FlatParameter.release, set[int]()
+    release, released = FlatParameter.release, set[int]()
 
     def once(self: FlatParameter) -> None:
-        if id(self) not in made:
-            made.add(id(self))
+        if id(self) not in released:
+            released.add(id(self))
             release(self)
 
     patch.setattr(FlatParameter, "release", once)

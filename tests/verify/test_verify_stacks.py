@@ -47,13 +47,15 @@ def samples(steps: int, batch: int) -> list[Batch]:
     def tokens(length: int) -> torch.Tensor:
         return torch.randint(0, 300, (batch, length), generator=draw)
 
-    made = list[Batch]()
+    batches = list[Batch]()
     for step in range(steps):
         targets = tokens(TARGET)
         targets[::3, TARGET - 1 - step :] = IGNORED
         lengths = torch.randint(1, SEQUENCE + 1, (batch,), generator=draw)
-        made.append(Batch(inputs=tokens(SEQUENCE), targets=targets, decoder=tokens(TARGET), lengths=lengths))
-    return made
+        batches.append(
+            Batch(inputs=tokens(SEQUENCE), targets=targets, decoder=tokens(TARGET), lengths=lengths)
+        )
+    return batches
 
 
 def _on_rank(cases: Sequence[Job]) -> list[Verdict]:
@@ -63,8 +65,8 @@ def _on_rank(cases: Sequence[Job]) -> list[Verdict]:
 
 def proved(config: TrainConfig, cases: Sequence[Changes]) -> list[Verdict]:
     jobs = [varied(config, case) for case in cases]
-    for one in jobs:
-        assert not problems(one), problems(one)
+    for case_job in jobs:
+        assert not problems(case_job), problems(case_job)
     return on_ranks(jobs[0].layout.world, _on_rank, jobs)[0]
 
 
@@ -196,7 +198,9 @@ def test_a_fault_of_a_model_with_an_encoder_is_seen(tmp_path: Path, fault: str) 
     ],
 )
 def test_what_is_not_done_is_refused(tmp_path: Path, case: Changes, field: str, says: str) -> None:
-    (broken,) = [one for one in problems(varied(config_of(tmp_path, T5), case)) if one.field == field]
+    (broken,) = [
+        problem for problem in problems(varied(config_of(tmp_path, T5), case)) if problem.field == field
+    ]
     assert says in broken.message
 
 

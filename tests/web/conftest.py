@@ -46,8 +46,8 @@ def page_address() -> Iterator[str]:
 
             def do_POST(self) -> None:
                 text = self.rfile.read(int(self.headers["content-length"])).decode()
-                known = {"questions": lambda _: {"questions": QUESTIONS_ALONE}}
-                lines = reply_lines(text, known) if text == '{"ask":"questions"}' else reply_lines(text)
+                answers = {"questions": lambda _: {"questions": QUESTIONS_ALONE}}
+                lines = reply_lines(text, answers) if text == '{"ask":"questions"}' else reply_lines(text)
                 self.send_response(200)
                 self.end_headers()
                 for line in lines:

@@ -170,11 +170,11 @@ def test_parts_are_the_boxes_that_the_engine_gives_a_rank(shape: ModelShape, lay
                 elements = prod(part.local)
                 assert elements == parameter.elements, parameter.name
                 placed = next(each.placed for each in table.values() if parameter.name in each.names)
-                whole = torch.zeros(parameter.plain, dtype=torch.int)
+                counts = torch.zeros(parameter.plain, dtype=torch.int)
                 for piece in placed.pieces:
-                    piece.of_full(whole).add_(1)
+                    piece.of_full(counts).add_(1)
                 mask = covered(parameter.plain, [*part.global_boxes(0, elements)])
-                assert torch.equal(mask, whole.reshape(mask.shape)), parameter.name
+                assert torch.equal(mask, counts.reshape(mask.shape)), parameter.name
                 seen += 1
         assert seen >= len(table)
 

@@ -49,8 +49,8 @@ def test_the_fit_is_that_of_predict(
 ) -> None:
     fields = {**FIELDS, **fields}
     answer = count_memory({**degrees, "model": model, "cluster": "dgx-a100-80gb", "fields": fields})
-    words = [f"{name}={value}" for name, value in {**degrees, **fields}.items()]
-    command = ("predict", "--model", model, "--cluster", "dgx-a100-80gb", *words)
+    arguments = [f"{name}={value}" for name, value in {**degrees, **fields}.items()]
+    command = ("predict", "--model", model, "--cluster", "dgx-a100-80gb", *arguments)
     (printed,) = stretto.json(*command, code=int(answer["verdict"] == "does not fit"))["rows"]
     for name in ("verdict", "memory_gib", "memory", "defaults", "layout", "gpus"):
         expected = printed[name]
@@ -142,7 +142,7 @@ def test_a_bad_question_has_the_nearest_fix(question: dict[str, Any], message: s
 
 
 def test_offload_to_files_leaves_the_device() -> None:
-    kept = count_memory({**JOB, "fields": FIELDS})
+    on_device = count_memory({**JOB, "fields": FIELDS})
     moved = count_memory({**JOB, "fields": {**FIELDS, "offload": "nvme"}})
     assert moved["ranks"][0]["disk"] > 0
-    assert moved["ranks"][0]["total"] < kept["ranks"][0]["total"]
+    assert moved["ranks"][0]["total"] < on_device["ranks"][0]["total"]

@@ -53,19 +53,19 @@ def plan() -> Plan:
             recompute=Recompute("selective"),
             precision=Precision(dtype="bfloat16"),
         )
-        estimated, words = estimate(job, cluster, assumptions), f"tp={tp} pp={pp} dp={dp} <{schedule}>"
+        estimated, layout = estimate(job, cluster, assumptions), f"tp={tp} pp={pp} dp={dp} <{schedule}>"
         assert estimated.memory is not None
-        ranking.append(Ranked(estimate=estimated, reason=f"because of & {schedule}", layout=words))
+        ranking.append(Ranked(estimate=estimated, reason=f"because of & {schedule}", layout=layout))
         tried.append(
             Evaluated(
-                layout=words,
+                layout=layout,
                 seconds=estimated.seconds,
                 memory=estimated.memory.device.mid,
                 verdict=estimated.memory.verdict,
             )
         )
-    ranking.sort(key=lambda one: one.estimate.seconds)
-    slowest = max(one.seconds for one in tried)
+    ranking.sort(key=lambda ranked: ranked.estimate.seconds)
+    slowest = max(evaluated.seconds for evaluated in tried)
     # more that were only looked at: ever slower and smaller ones, one worse than all, misfits
     tried += [
         Evaluated(
@@ -98,15 +98,15 @@ def plan() -> Plan:
 def test_the_front_is_the_pareto_front() -> None:
     tried = plan().evaluated
     best = front(tried)
-    usable = [one for one in tried if one.verdict != "does not fit"]
-    for one in usable:
+    usable = [evaluated for evaluated in tried if evaluated.verdict != "does not fit"]
+    for evaluated in usable:
         beaten = any(
-            o.seconds <= one.seconds
-            and o.memory <= one.memory
-            and (o.seconds, o.memory) != (one.seconds, one.memory)
+            o.seconds <= evaluated.seconds
+            and o.memory <= evaluated.memory
+            and (o.seconds, o.memory) != (evaluated.seconds, evaluated.memory)
             for o in usable
         )
-        assert beaten == (tried.index(one) not in best), one
+        assert beaten == (tried.index(evaluated) not in best), evaluated
     assert [tried[i].memory for i in best] == sorted(tried[i].memory for i in best)
 
 
@@ -116,13 +116,13 @@ def test_the_reasons_of_the_losers_add_up() -> None:
     first = ranking[0].estimate
     assert head[:3] == ("", "layout", "step")
     assert head[-1] == "rest"
-    assert [row[1] for row in rows] == [one.layout for one in ranking[1:]]
-    for row, one in zip(rows, ranking[1:], strict=True):
-        whole, *parts = map(float, row[2:])
-        assert whole == pytest.approx(one.estimate.seconds - first.seconds, abs=6e-4)
-        assert sum(parts) == pytest.approx(whole, abs=6e-4 * len(parts))
+    assert [row[1] for row in rows] == [ranked.layout for ranked in ranking[1:]]
+    for row, ranked in zip(rows, ranking[1:], strict=True):
+        difference, *parts = map(float, row[2:])
+        assert difference == pytest.approx(ranked.estimate.seconds - first.seconds, abs=6e-4)
+        assert sum(parts) == pytest.approx(difference, abs=6e-4 * len(parts))
         for name, text in zip(head[3:-1], row[3:-1], strict=True):
-            change = one.estimate.parts.get(name, 0.0) - first.parts.get(name, 0.0)
+            change = ranked.estimate.parts.get(name, 0.0) - first.parts.get(name, 0.0)
             assert float(text) == pytest.approx(change, abs=6e-4)
 
 

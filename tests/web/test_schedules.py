@@ -147,8 +147,8 @@ def test_memory_by_kind_adds_up() -> None:
     assert answered["peaks"] == pytest.approx(timeline.peak_bytes)
     for curves, live in zip(answered["ranks"], timeline.live_bytes, strict=True):
         for moment in (0.5, 3.5, 7.5, 12.5, 20.5):
-            held = sum([value for time, value in curve if time <= moment][-1] for curve in curves)
-            assert held == pytest.approx(([0.0] + [value for time, value in live if time <= moment])[-1])
+            total = sum([value for time, value in curve if time <= moment][-1] for curve in curves)
+            assert total == pytest.approx(([0.0] + [value for time, value in live if time <= moment])[-1])
     # in microbatches of a rank, unless sizes are given
     assert answer("program memory", program=program("interleaved"))["peaks"][0] == 5.5
     again = answer("program memory", program=program("gpipe", recompute=True), costs={"inputs": 0.1})

@@ -111,9 +111,9 @@ def test_held_out_loss_memory_of_ranks_and_a_recommender(tmp_path: Path) -> None
     clicks = write_run(tmp_path, "clicks", {"step": 1, "loss": 0.5, "lr_tables": 1.0, "samples_per_s": 7.0})
     append(clicks, {"step": 1, "auc": 0.75, "logloss": 0.4, "entropy": 0.9}, name="eval.jsonl")
     runs = runs_of(tmp_path)
-    one = newest(runs.watch({"selected": ["runs/a"]}))
-    assert lines(one, "loss")["runs/a, held out"] == ([1], [4.5])
-    assert lines(one, "memory of the host, peak") == {"rank 0": ([1], [1.0]), "rank 1": ([1], [2.0])}
+    update = newest(runs.watch({"selected": ["runs/a"]}))
+    assert lines(update, "loss")["runs/a, held out"] == ([1], [4.5])
+    assert lines(update, "memory of the host, peak") == {"rank 0": ([1], [1.0]), "rank 1": ([1], [2.0])}
     both = newest(runs.watch({"selected": ["runs/a", "runs/clicks"]}))
     assert lines(both, "memory of the host, peak") == {"runs/a, fullest rank": ([1], [2.0])}
     assert lines(both, "AUC") == {"runs/clicks": ([1], [0.75])}

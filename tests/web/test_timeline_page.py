@@ -340,12 +340,12 @@ def test_a_measured_action_is_shown_beside_its_prediction(run: Callable[..., Any
     predicted, measured = (trace_of(simulate(program, costs)).events for costs in (Costs(), Costs(F=1.5)))
     page = run(measured_html(predicted, measured, "gpipe"), MEASURED)
     lines = [line for line in page["tip"].splitlines() if line]
-    said = dict(zip(lines[1::2], lines[2::2], strict=True))
-    assert said["on"] == "rank 1 measured"
-    assert (said["start"], said["takes"]) == ("3", "1.5")
-    assert said["predicted"] == "2 to 3, takes 1"
+    details = dict(zip(lines[1::2], lines[2::2], strict=True))
+    assert details["on"] == "rank 1 measured"
+    assert (details["start"], details["takes"]) == ("3", "1.5")
+    assert details["predicted"] == "2 to 3, takes 1"
     assert page["needs"] == [["0F1", 1]]  # what was measured, not what was predicted
-    assert "activations" not in said
+    assert "activations" not in details
 
 
 PATH = """

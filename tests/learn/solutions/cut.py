@@ -4,8 +4,8 @@ from functools import cache
 def cut(layers: list[dict], ranks: int, microbatches: int, memory: float) -> list[int]:
     def stage(rank: int, start: int, end: int) -> float:
         part = layers[start:end]
-        kept = min(microbatches, ranks - rank)
-        needed = sum(layer["weights"] + kept * layer["activations"] for layer in part)
+        in_flight = min(microbatches, ranks - rank)
+        needed = sum(layer["weights"] + in_flight * layer["activations"] for layer in part)
         seconds = sum(layer["forward"] + layer["backward"] for layer in part)
         return seconds if needed <= memory else float("inf")
 
