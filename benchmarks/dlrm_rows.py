@@ -17,7 +17,7 @@ from stretto.recommender.planner.table_times import TableSoftware, program_of
 from stretto.recommender.popularity import Popularity, by_skew
 from stretto.recommender.shape import DlrmShape, TableShape, dlrm_preset, table_specs
 
-WHOLE: tuple[Split, ...] = ("table", "column")  # splits of NVIDIA's programs
+BY_TABLE: tuple[Split, ...] = ("table", "column")  # splits of NVIDIA's programs
 ROWS: tuple[Split, ...] = ("table", "column", "row")  # and TorchRec's
 
 # Merlin's synthetic models: (tables, ids of each of their features, rows, columns) ..., the MLP, numbers of a
@@ -112,7 +112,7 @@ def _run(number: int, row: dict[str, str]) -> Run:
     precision = _precision(row)
     batch = int(row["global_batch"] or 65536)
     optimizer = _optimizer(row)
-    splits = ROWS if program in ("torchrec", "plain-cpu", "torchrec-cpu") else WHOLE
+    splits = ROWS if program in ("torchrec", "plain-cpu", "torchrec-cpu") else BY_TABLE
     tables, network, popularity = _model(row)
     room = 1e15 if "synthetic" in row["dataset"] else None  # a shared table counts as two
     half = precision in ("fp16", "bf16")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.prove import Split
 
-WIDTH, WORDS, BATCH, LENGTH = 16, 24, 8, 6
+WIDTH, VOCAB, BATCH, LENGTH = 16, 24, 8, 6
 
 
 class Block(nn.Module):
@@ -32,9 +32,9 @@ class Plain(nn.Module):
 
     def __init__(self, blocks: int = 2, tied: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -57,7 +57,7 @@ def plain_tied() -> Plain:
 def batch() -> tuple[Tensor, Tensor]:
     """Words, and those that follow."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

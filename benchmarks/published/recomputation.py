@@ -29,7 +29,7 @@ _FULL = {
     "complete",
 }
 _SELECTIVE = {"selective", "sel", "partial", "some"}
-_WHOLE = {
+_UNITS = {
     "block",
     "blocks",
     "layer",
@@ -131,7 +131,7 @@ def parse_recomputation(text: str) -> Recomputation:
         return Recomputation(mode="selective", operators=("alternate_mm",))
     if operators:
         return Recomputation(mode="selective", operators=operators)
-    if squeezed(re.split(r"[(,;:]", lower, maxsplit=1)[0]) in _WHOLE:
+    if squeezed(re.split(r"[(,;:]", lower, maxsplit=1)[0]) in _UNITS:
         return Recomputation(mode="full", blocks=_blocks(lower, share), to_host=to_host)
     if re.match(r"\d+ (?:layers|blocks)\b", lower):
         return Recomputation(mode="full", blocks=int(tokens[0]))

@@ -25,7 +25,7 @@ _NUMBER = re.compile(
 _REMARK = re.compile(
     r"^\s*(?:$|[(\[;:±,]\s*\D|[(\[±]|\+/?-|(?P<word>[a-z%/][a-z/%]*)(?![a-z/%\d]))", re.IGNORECASE
 )
-_BESIDE = {"per", "a", "of", "in", "total", "each", "measured", "avg", "mean", "average", "max", "peak"}
+_NO_UNITS = {"per", "a", "of", "in", "total", "each", "measured", "avg", "mean", "average", "max", "peak"}
 
 
 def is_blank(cell: str) -> bool:
@@ -52,7 +52,7 @@ def read_number(cell: str, units: Mapping[str, float] | None = None) -> tuple[fl
     if remark is None:
         return None
     number, word = float(re.sub(r"[,_ ']", "", match["number"])), (remark["word"] or "").lower()
-    if not word or units is None or word in _BESIDE or word.startswith("/"):
+    if not word or units is None or word in _NO_UNITS or word.startswith("/"):
         return number, ""
     if word not in units:
         return None

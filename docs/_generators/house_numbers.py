@@ -25,9 +25,9 @@ MOST_ASSIGNED = 2
 FILLERS = frozenset(
     re.findall(
         r"\w+",
-        "one ones known kept held made here there rest said whole usual ours theirs mine what why how where "
-        "facts words beside apart near least most seen same some such thing things found told given own "
-        "asked",
+        "one ones known kept held made here there rest said came whole usual ours theirs mine what why how "
+        "where facts words beside apart near least most seen same some such thing things found told given "
+        "own asked",
     )
 )
 # a whole config, not a section of it

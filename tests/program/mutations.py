@@ -184,7 +184,7 @@ def seeds() -> tuple[list[Program], list[Program]]:
 
 def mutate(program: Program, random: Random) -> Program:
     """One swap, drop, duplicate, move or shuffle, of actions or of what else the program says."""
-    fields = [fact for fact in _FACTS if getattr(program, fact)]
+    fields = [fact for fact in _FIELDS if getattr(program, fact)]
     if fields and random.random() < 0.25:
         return _mutate_facts(program, random.choice(fields), random)
     orders = [list(order) for order in program.orders]
@@ -220,7 +220,7 @@ def mutate(program: Program, random: Random) -> Program:
     return replace(program, orders=tuple(map(tuple, orders)))
 
 
-_FACTS = ("pairs", "versions", "tied")
+_FIELDS = ("pairs", "versions", "tied")
 
 
 def _mutate_facts(program: Program, fact: str, random: Random) -> Program:

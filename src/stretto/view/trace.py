@@ -71,11 +71,11 @@ def _transfer(
 ) -> tuple[Point, Point] | None:
     if send is None or receive is None:
         return None
-    (sent, out), (came, to) = send, receive
-    begin = max(sent.start, came.start)
-    if came.end - begin <= _INSIDE or sent.end <= sent.start:
+    (sent, out), (received, to) = send, receive
+    begin = max(sent.start, received.start)
+    if received.end - begin <= _INSIDE or sent.end <= sent.start:
         return None
-    return (sent.rank, out, sent.start), (came.rank, to, begin)
+    return (sent.rank, out, sent.start), (received.rank, to, begin)
 
 
 FORMAT, VERSION = TRACE.name, TRACE.version

@@ -36,9 +36,9 @@ DENSE = {
 }
 EXPERTS = {"experts.up": (4, 5, 6), "experts.bias": (4, 3)}
 
-WHOLE = ShardSizes()
+EVEN_SIZES = ShardSizes()
 
-Held = dict[str, tuple[Tensor, ShardPlacement]]
+RankTensors = dict[str, tuple[Tensor, ShardPlacement]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Cut:
     tp: int = 1
     dp: int = 1
     ep: int = 1
-    sizes: ShardSizes = WHOLE
+    sizes: ShardSizes = EVEN_SIZES
     dtype: torch.dtype = torch.float32
 
 
@@ -94,9 +94,9 @@ def split(how: Cut, rank: int) -> list[tuple[list[tuple[str, tuple[int, ...], Sh
     return [(dense, how.dp, dp), (experts, copies, dp // how.ep)]
 
 
-def true_state(how: Cut, rank: int) -> Held:
+def true_state(how: Cut, rank: int) -> RankTensors:
     """What the rank holds: of each unit its slice, as views of one flat tensor; empty ones too."""
-    results = Held()
+    results = RankTensors()
     for entries, copies, at in split(how, rank):
         sizes = how.sizes.for_copies(copies)
         size = padded(sum(prod(local) for _, local, _ in entries), sizes.states)
@@ -115,7 +115,7 @@ def true_state(how: Cut, rank: int) -> Held:
     return results
 
 
-def blank(tensors: Held) -> Held:
+def blank(tensors: RankTensors) -> RankTensors:
     """The same with other content; each tensor begins in the middle of a longer one."""
     return {
         name: (torch.full((t.numel() + 3,), 77, dtype=t.dtype)[2:-1], place)
@@ -123,7 +123,7 @@ def blank(tensors: Held) -> Held:
     }
 
 
-def differing(got: Held, want: Held) -> list[str]:
+def differing(got: RankTensors, want: RankTensors) -> list[str]:
     return [name for name, (t, _) in got.items() if not torch.equal(t, want[name][0])]
 
 

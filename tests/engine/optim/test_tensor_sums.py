@@ -31,7 +31,7 @@ CONFIGS = {
     "adafactor": Optimiser(name="adafactor", lr=0.7, weight_decay=0.3),
     "muon": Optimiser(name="muon", lr=0.1, weight_decay=0.3),
 }
-WHOLE = ("lamb", "adafactor", "muon")  # that look at whole tensors
+FULL_TENSOR_RULES = ("lamb", "adafactor", "muon")  # that look at whole tensors
 SPLITS = [Split(4, 1), Split(1, 4), Split(2, 2), Split(2, 2, seed=3), Split(2, 1), Split(1, 2, seed=2)]
 STEPS = 3
 
@@ -183,7 +183,7 @@ def test_an_optimiser_continues_from_loaded_states(name: str):
         assert torch.equal(a.parameter, b.parameter), a.name
 
 
-@pytest.mark.parametrize("name", ["bfloat16", *WHOLE])
+@pytest.mark.parametrize("name", ["bfloat16", *FULL_TENSOR_RULES])
 def test_batches_of_any_size_make_the_same_update(name: str, monkeypatch: pytest.MonkeyPatch):
     """On a CPU a batch is closed once it would leave the cache; here after each fragment."""
     plain, _ = one_process(name)
@@ -227,7 +227,7 @@ def test_one_holder_writes_each_state(split: Split):
 
 
 @settings(max_examples=15, deadline=None)
-@given(data=st.data(), name=st.sampled_from(WHOLE))
+@given(data=st.data(), name=st.sampled_from(FULL_TENSOR_RULES))
 def test_any_pieces_of_a_tensor_make_its_update(data: st.DataObject, name: str):
     """Boxes that tile the tensors, in any order in flat memory with gaps, in one process."""
     tiled = list[ParameterFragment]()
@@ -258,7 +258,7 @@ def test_any_pieces_of_a_tensor_make_its_update(data: st.DataObject, name: str):
     assert not torch.cat(padding(tiled)).any()
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", FULL_TENSOR_RULES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_gradients_that_are_not_finite_spoil_their_weights(name: str, value: float):
     fragments = unsplit(values(0))

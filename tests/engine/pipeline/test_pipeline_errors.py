@@ -18,12 +18,12 @@ from stretto.engine.pipeline.executor import error_text
 from stretto.errors import StrettoError
 from stretto.run.launch.local import RankFailed
 
-ONE = schedule("1f1b", ranks=1, microbatches=2)
+PROGRAM = schedule("1f1b", ranks=1, microbatches=2)
 TWO = schedule("1f1b", ranks=2, microbatches=3)
 
 
 def pipeline(layers: list[nn.Module] | None = None, **options: object) -> Pipeline:
-    return Pipeline(mlp() if layers is None else layers, ONE, Mesh(Layout()), squares, **options)  # type: ignore[arg-type]
+    return Pipeline(mlp() if layers is None else layers, PROGRAM, Mesh(Layout()), squares, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def pipeline(layers: list[nn.Module] | None = None, **options: object) -> Pipeli
             lambda: pipeline().evaluate(*batch(0, 0, 3)[:1], batch(0, 0, 2)[1]),
             ("2 targets for 3 microbatches",),
         ),
-        (lambda: Pipeline(mlp(), ONE, Mesh(Layout())).step(batch(0, 0, 2)[0]), ("needs a loss",)),
+        (lambda: Pipeline(mlp(), PROGRAM, Mesh(Layout())).step(batch(0, 0, 2)[0]), ("needs a loss",)),
     ],
 )
 def test_bad_input_is_named(make: Callable[[], object], phrases: tuple[str, ...]):

@@ -14,7 +14,7 @@ from stretto.planner.machines.catalogue import clusters, find_cluster
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.describe import save_cluster
 
-WHOLE = """\
+DESCRIPTION = """\
 device:
   name: ours
   tflops: {bf16: 100, fp32: 10}
@@ -46,7 +46,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def test_every_field_is_read(tmp_path: Path) -> None:
-    cluster = find_cluster(written(tmp_path, WHOLE))
+    cluster = find_cluster(written(tmp_path, DESCRIPTION))
     assert cluster.name == "box"
     assert cluster.device.memory == 24 * 2**30
     assert cluster.device.bandwidth == 500e9
@@ -55,9 +55,9 @@ def test_every_field_is_read(tmp_path: Path) -> None:
     assert (cluster.inner.bandwidth, cluster.inner.latency, cluster.inner.sharp) == (20e9, 3e-6, True)
     assert cluster.outer.latency == 0
     assert cluster.tables == {"all-reduce": [[4, 4, 1024, 1e-4]]}
-    assert find_cluster(written(tmp_path, WHOLE) + ":6").devices == 6
+    assert find_cluster(written(tmp_path, DESCRIPTION) + ":6").devices == 6
     with pytest.raises(StrettoError, match="has 8 devices, not 16"):
-        find_cluster(written(tmp_path, WHOLE), 16)
+        find_cluster(written(tmp_path, DESCRIPTION), 16)
 
 
 def test_like_takes_the_values_of_a_known_cluster(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, object]]:
 
 def test_a_saved_cluster_reads_back_equal(tmp_path: Path) -> None:
     file = tmp_path / "saved.yaml"
-    described = find_cluster(written(tmp_path, WHOLE))
+    described = find_cluster(written(tmp_path, DESCRIPTION))
     for cluster in (*clusters(), described, find_cluster("h100", 64)):
         save_cluster(cluster, file)
         assert flat_values(find_cluster(file)) == pytest.approx(flat_values(cluster)), cluster.name
@@ -129,9 +129,9 @@ def test_a_saved_cluster_reads_back_equal(tmp_path: Path) -> None:
 def test_invalid_fields_are_refused_with_their_line(
     tmp_path: Path, was: str, now: str, message: str, hint: str | None
 ) -> None:
-    assert was in WHOLE
+    assert was in DESCRIPTION
     with pytest.raises(StrettoError) as caught:
-        find_cluster(written(tmp_path, WHOLE.replace(was, now, 1)))
+        find_cluster(written(tmp_path, DESCRIPTION.replace(was, now, 1)))
     assert message in caught.value.message
     assert hint is None or hint in (caught.value.hint or "")
 

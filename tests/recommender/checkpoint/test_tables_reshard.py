@@ -49,9 +49,9 @@ def _column(*ranks: int) -> TablePlacement:
 
 
 DATA = TablePlacement("data")
-ONE = {spec.name: _table(0) for spec in SPECS}
+ONE_RANK = {spec.name: _table(0) for spec in SPECS}
 MIXES: list[tuple[int, Placements]] = [
-    (1, ONE),
+    (1, ONE_RANK),
     (2, {"C1": _column(0, 1), "C2.quotient": DATA, "C3": _table(1), "C4": _row(1, 0)}),
     (3, {"C1": _row(2, 0, 1), "C2.quotient": _column(0, 1, 0, 2), "C3": _row(0, 1, 2), "C4": _column(2, 0)}),
 ]
@@ -83,7 +83,7 @@ def _new_shards(
     return shards
 
 
-def _own(local: LocalShard) -> dict[str, Tensor]:
+def _expected(local: LocalShard) -> dict[str, Tensor]:
     """What a shard has of the plain table."""
     shard = local.shard
     rows = slice(shard.residue, None, shard.modulus)
@@ -96,7 +96,7 @@ def _own(local: LocalShard) -> dict[str, Tensor]:
 def _save(rank: int, world: int, placements: Placements, folder: Path) -> None:
     shards = _new_shards(rank, world, placements, STATES)
     for local in shards:
-        local.write(0, _own(local))
+        local.write(0, _expected(local))
     dense = {"model.bottom": (torch.arange(3.0), ShardPlacement.unsharded("model.bottom", (3,)))}
     save(folder, 5, {**dense, **tensors_to_save(shards, SPECS, box=100)}, {})
 
@@ -106,7 +106,7 @@ def _check(rank: int, world: int, placements: Placements, path: Path) -> None:
     load_tables(path, shards, SPECS, chunk=150)
     for local in shards:
         for name, value in local.read(0, local.shard.rows).items():
-            assert torch.equal(value, _own(local)[name]), (local.shard, name)
+            assert torch.equal(value, _expected(local)[name]), (local.shard, name)
     dense = torch.zeros(3)
     load(
         path,
@@ -138,12 +138,12 @@ def _save_and_check(world: int, folder: Path) -> None:
 
 
 def test_every_placement_reads_every_other(tmp_path: Path) -> None:
-    _save(0, 1, ONE, tmp_path / "0")
+    _save(0, 1, ONE_RANK, tmp_path / "0")
     on_ranks(2, _save_all, 2, tmp_path)
     on_ranks(3, _save_and_check, 3, tmp_path)
     on_ranks(2, _check_all, 2, tmp_path)
     for saved in range(len(MIXES)):
-        _check(0, 1, ONE, tmp_path / str(saved) / "step-00000005")
+        _check(0, 1, ONE_RANK, tmp_path / str(saved) / "step-00000005")
 
 
 @settings(max_examples=25, deadline=None)
@@ -186,7 +186,7 @@ def test_nothing_is_read_before_it_is_written_and_little_at_a_time() -> None:
             read.append(stop - start)
             return super().read(start, stop, names)
 
-    shard = shards_of(SPECS, ONE, 1)[0]
+    shard = shards_of(SPECS, ONE_RANK, 1)[0]
     tensors = tensors_to_save([LocalShard(shard, Counted(29, 6, torch.float32, STATES), 0)], SPECS, box=200)
     assert not read
     for tensor in tensors.values():

@@ -21,13 +21,13 @@ from stretto.recommender.clicks.raw import Columns, RawChunk, mix, text_keys, un
 from stretto.recommender.clicks.transform import ClickTransform, Vocabulary
 
 KEYS = arrays.arrays(np.uint64, st.integers(0, 60), elements=st.integers(0, 2**64 - 1) | st.integers(0, 9))
-ONE = Columns((), ("C1",), ("hex",), (False,))
+ONE_COLUMN = Columns((), ("C1",), ("hex",), (False,))
 
 
 def one_column(keys: np.ndarray, missing: np.ndarray | None = None) -> RawChunk:
     """A chunk of one feature and no numbers."""
     missing = np.zeros(len(keys), bool) if missing is None else missing
-    return RawChunk(columns=ONE, numbers=np.zeros((len(keys), 0)), keys=keys, missing=missing)
+    return RawChunk(columns=ONE_COLUMN, numbers=np.zeros((len(keys), 0)), keys=keys, missing=missing)
 
 
 def of_log(lines: list[str], threshold: int, tmp_path: Path) -> ClickTransform:
@@ -151,8 +151,8 @@ def test_missing_numbers_have_flags():
 @given(KEYS, st.integers(2, 20))
 def test_hashed_and_raw_ids_are_in_range(keys: np.ndarray, rows: int):
     missing = keys % 3 == 0
-    hashed = ClickTransform(columns=ONE, kind="hash", rows=rows).apply(one_column(keys, missing)).ids
-    raw = ClickTransform(columns=ONE, kind="raw").apply(one_column(keys, missing)).ids
+    hashed = ClickTransform(columns=ONE_COLUMN, kind="hash", rows=rows).apply(one_column(keys, missing)).ids
+    raw = ClickTransform(columns=ONE_COLUMN, kind="raw").apply(one_column(keys, missing)).ids
     assert ((hashed == 0) == missing).all()
     assert ((raw == 0) == missing).all()
     assert (hashed < rows).all()
@@ -163,7 +163,7 @@ def test_hashed_and_raw_ids_are_in_range(keys: np.ndarray, rows: int):
 
 def test_hashing_spreads_even_ids_evenly():
     ids = (
-        ClickTransform(columns=ONE, kind="hash", rows=101)
+        ClickTransform(columns=ONE_COLUMN, kind="hash", rows=101)
         .apply(one_column(np.arange(0, 10**6, 100, dtype=np.uint64)))
         .ids
     )
@@ -213,6 +213,6 @@ def test_other_columns_are_refused():
     with pytest.raises(StrettoError, match="13 numbers and 26 features"):
         ClickTransform(columns=COLUMNS, kind="raw").apply(one_column(np.zeros(1, np.uint64)))
     with pytest.raises(StrettoError, match="hash into 1 rows"):
-        ClickTransform(columns=ONE, kind="hash", rows=1)
+        ClickTransform(columns=ONE_COLUMN, kind="hash", rows=1)
     with pytest.raises(StrettoError, match="threshold 0"):
-        ClickTransform(columns=ONE, kind="vocabulary", threshold=0)
+        ClickTransform(columns=ONE_COLUMN, kind="vocabulary", threshold=0)

@@ -9,7 +9,7 @@ from stretto.recommender.placement import TableSpec
 
 
 @dataclass
-class Known:
+class Entry:
     count: int = 0
     last: int = 0
     value: float | None = None  # what its row has; None: no row
@@ -18,13 +18,13 @@ class Known:
 @dataclass
 class PlainTable:
     spec: TableSpec
-    by_id: dict[int, Known] = field(default_factory=dict)
+    by_id: dict[int, Entry] = field(default_factory=dict)
 
     def see(self, ids: Iterable[int], step: int) -> list[int]:
         """Count a batch; who gets a row."""
         fresh = list[int]()
         for key in ids:
-            entry = self.by_id.setdefault(key, Known())
+            entry = self.by_id.setdefault(key, Entry())
             entry.count, entry.last = entry.count + 1, step
         for key, entry in self.by_id.items():
             if entry.value is None and entry.count >= self.spec.admit:

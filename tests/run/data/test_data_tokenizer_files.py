@@ -35,12 +35,12 @@ Größe und Maß, naïve café
 🙂👩‍👩‍👧 🇩🇪
 <s> </s> <unk> <0x41> CDEF 9876543210
 """.splitlines()
-WORDS = [
+PIECES = [
     *("a", "é", "e\u0301", "ﬁ", "汉", "🙂", "👩‍👩‍👧", "4567", "...", "</s>", "<s>", "<unk>", "<0x41>"),
     *("<|endoftext|>", "▁", "'s", "DON'T", "\ufeff", "\x00"),
 ]
-WORDS += ["<sep>", "XYZ", "<ctl>", "＜sep＞", "e\u0323\u0301", "\u0338", "ｅ", "カ\u3099", "\u200b", "\x07"]
-BITS = [*WORDS, "the ", " .", " ", "   ", "\t", "\n", "\n\n", "\r\n", "\u00a0", "\u3000"]
+PIECES += ["<sep>", "XYZ", "<ctl>", "＜sep＞", "e\u0323\u0301", "\u0338", "ｅ", "カ\u3099", "\u200b", "\x07"]
+BITS = [*PIECES, "the ", " .", " ", "   ", "\t", "\n", "\n\n", "\r\n", "\u00a0", "\u3000"]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -231,7 +231,7 @@ def test_adapters_and_frozen_weights_are_counted(case: str) -> None:
     check(case)
 
 
-KEPT = [
+MICROBATCH_CASES = [
     f"model.family=gemma2 {GQA} layout.tp=2 {SP}",
     pytest.param(
         f"model.family=deepseek_v3 {LATENT} {NARROW} {ROUTED} model.moe.dense_layers=2",
@@ -245,7 +245,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize("case", MICROBATCH_CASES)
 def test_a_microbatch_more_keeps_what_was_counted(case: str) -> None:
     """With gpipe the last stage's peak grows by what a microbatch keeps."""
     peaks, counted = list[int](), list[int]()

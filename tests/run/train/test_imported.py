@@ -25,7 +25,7 @@ from tiny_job import write_text
 
 pytestmark = pytest.mark.apart
 
-KEPT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -57,7 +57,7 @@ def test_the_config_describes_the_imported_model(source: Path, tmp_path: Path) -
     assert config.run.name == "run-tuned"
     assert Path(config.checkpoint.resume) == imported.checkpoint
     assert config.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
-    for name in KEPT:
+    for name in COPIED_FILES:
         assert (tmp_path / "run" / name).read_bytes() == (source / name).read_bytes()
     with pytest.raises(StrettoError, match=r"data\.source"):
         check_required(load(imported.config))
@@ -71,7 +71,7 @@ def test_the_printed_command_trains_and_the_result_goes_out_whole(source: Path, 
     small = [word.replace("python-stdlib", "text.txt") for word in command]
     assert small != command
     run_here([*small, "train.steps=2", "batch.global_size=2", "data.sequence=16"], tmp_path)
-    for name in KEPT[1:]:
+    for name in COPIED_FILES[1:]:
         assert (tmp_path / "runs" / "it-tuned" / name).read_bytes() == (source / name).read_bytes()
     export = ["stretto", "checkpoint", "export", "runs/it-tuned", "--out", "out", "--dtype", "bfloat16"]
     written = json.loads(run_here([*export, "--json"], tmp_path))

@@ -205,7 +205,7 @@ def test_a_field_that_may_differ_on_purpose(tmp_path: Path) -> None:
     assert caught.value.hint == "did you mean rope_theta?"
 
 
-WHOLE = {"step": 3, "samples": 12, "tokens": 48, "loss": 1.5, "model": shape_to_record(PLAIN)}
+META = {"step": 3, "samples": 12, "tokens": 48, "loss": 1.5, "model": shape_to_record(PLAIN)}
 
 
 def states(tmp_path: Path, meta: dict[str, Any], name: str = "optim.exp_avg.w") -> Path:
@@ -216,12 +216,12 @@ def states(tmp_path: Path, meta: dict[str, Any], name: str = "optim.exp_avg.w") 
 
 def test_facts_to_go_on_with_are_there(tmp_path: Path) -> None:
     counts = ("step", "samples", "tokens")
-    assert read_meta(states(tmp_path, WHOLE), counts) == WHOLE
+    assert read_meta(states(tmp_path, META), counts) == META
     imported = states(tmp_path, {"imported": True}, name="model.w")  # weights alone
     assert read_meta(imported, counts) == {"imported": True}
     for name in ("samples", "tokens"):
         with pytest.raises(StrettoError, match=f"does not say its {name}"):
-            read_meta(states(tmp_path, {key: value for key, value in WHOLE.items() if key != name}), counts)
-    for meta in ({}, WHOLE | {"model": None}):
+            read_meta(states(tmp_path, {key: value for key, value in META.items() if key != name}), counts)
+    for meta in ({}, META | {"model": None}):
         with pytest.raises(StrettoError, match="what model it is of"):
             read_meta(states(tmp_path, meta), counts)

@@ -159,15 +159,15 @@ def _run_inputs(
         if starts
         else [None] * len(wanted)
     )
-    came = iter(computed)
+    gradients = iter(computed)
     for x in targets:
-        dx = next(came)
+        dx = next(gradients)
         if dx is not None:
             x.grad = dx if x.grad is None else x.grad + dx
-    now = [(leaf, dw) for leaf in cut.early if (dw := next(came)) is not None]
+    now = [(leaf, dw) for leaf in cut.early if (dw := next(gradients)) is not None]
     work = WeightWork([], [], [])
     for source in cut.sources:
-        arrivals = [(place, dy) for place in source.places if (dy := next(came)) is not None]
+        arrivals = [(place, dy) for place in source.places if (dy := next(gradients)) is not None]
         if arrivals and source.leaves is not None:
             work.alone.append((arrivals, source.leaves))
         elif arrivals:
