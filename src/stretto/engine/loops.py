@@ -40,7 +40,7 @@ def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> A
         "forceinline": inline,
     }
     try:
-        loop = numba.njit(cache=True, **options)(function)
+        loop: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no writable cache folder
         return numba.njit(**options)(function)
     loop.compile = partial(compile_in_turn, loop.compile, loop.stats.cache_path)
