@@ -14,26 +14,20 @@ Channel = tuple[int, int, ActionKind]
 def sent_by(program: Program, action: Action) -> Action | None:
     """Return the send that follows a compute action, or None if its result is not sent to another rank."""
     stage, kind, microbatch = action
-    placement = program.placement
     if kind is ActionKind.F:
-        passes = not program.is_last(stage) and placement[stage + 1] != placement[stage]
-        return Action(stage, ActionKind.SEND_F, microbatch) if passes else None
-    if kind is ActionKind.B or kind is ActionKind.I:
-        passes = not program.is_first(stage) and placement[stage - 1] != placement[stage]
-        return Action(stage, ActionKind.SEND_B, microbatch) if passes else None
+        return Action(stage, ActionKind.SEND_F, microbatch) if program.sends[stage] else None
+    if kind is ActionKind.B or kind is ActionKind.I:  # no stage -1, the last, sends its output
+        return Action(stage, ActionKind.SEND_B, microbatch) if program.sends[stage - 1] else None
     return None
 
 
 def needed_by(program: Program, action: Action) -> Action | None:
     """Return the receive that a compute action waits for, or None if its input is already on the rank."""
     stage, kind, microbatch = action
-    placement = program.placement
     if kind is ActionKind.F:
-        comes = not program.is_first(stage) and placement[stage - 1] != placement[stage]
-        return Action(stage, ActionKind.RECV_F, microbatch) if comes else None
+        return Action(stage, ActionKind.RECV_F, microbatch) if program.sends[stage - 1] else None
     if kind is ActionKind.B or kind is ActionKind.I:
-        comes = not program.is_last(stage) and placement[stage + 1] != placement[stage]
-        return Action(stage, ActionKind.RECV_B, microbatch) if comes else None
+        return Action(stage, ActionKind.RECV_B, microbatch) if program.sends[stage] else None
     return None
 
 

@@ -83,6 +83,14 @@ class Program:
         """True if the stage computes the loss."""
         return (stage + 1) % self.depth == 0
 
+    @cached_property
+    def sends(self) -> tuple[bool, ...]:
+        """For each stage whether its output goes to another rank."""
+        following = (*self.placement[1:], -1)
+        return tuple(
+            not self.is_last(stage) and rank != following[stage] for stage, rank in enumerate(self.placement)
+        )
+
     def updates(self, stage: int) -> int:
         """Return the number of updates of a stage: one, after the last action, in a synchronous program."""
         if not self.versions:

@@ -178,6 +178,11 @@ class StateUnit:
         return min(min(users) for users in self.layers)
 
     @cached_property
+    def first(self) -> int:
+        """The layer whose backward makes the unit's first gradient."""
+        return max(self._users)
+
+    @cached_property
     def frozen(self) -> bool:
         """True if the parameters are not trained."""
         return not self.state_config.trained(self.parameters[0].name)

@@ -27,7 +27,7 @@ from stretto.planner.memory.stage import StageMemory, stage_memory
 from stretto.planner.memory.transient import StageUnits, TransientMemory, distinct_units, stage_units
 from stretto.program.action import Action, ActionKind
 from stretto.program.lower import LOOKAHEAD, lower, send_releases
-from stretto.program.messages import needed_by, sent_by
+from stretto.program.messages import sent_by
 from stretto.program.program import Program
 
 _ID = 8  # bytes of a token id
@@ -396,7 +396,7 @@ class _Walk:
             self.bytes[category] += work.boundary
 
     def _backward(self, action: Action) -> None:
-        stage, kind, mb = action
+        stage, kind, _ = action
         work, program = self.work[stage], self.program
         self.bytes["activations"] -= work.saved
         self.bytes["ends"] -= work.ends
@@ -406,7 +406,7 @@ class _Walk:
         if self._gradient_is_local(action) and not (kind is ActionKind.I and work.lent):
             self.bytes["activations"] -= work.boundary
         if not program.is_first(stage):
-            if needed_by(program, Action(stage, ActionKind.F, mb)) is None:
+            if not program.sends[stage - 1]:
                 self.bytes["activations"] -= work.enters  # the input, made by a stage on this rank
             self.bytes[self._category(action)] += work.enters
         if self.versions.done(action):
@@ -414,9 +414,7 @@ class _Walk:
 
     def _gradient_is_local(self, action: Action) -> bool:
         """True if the next stage is on this rank too and left the gradient here instead of sending it."""
-        stage, _, mb = action
-        left_here = needed_by(self.program, Action(stage, ActionKind.B, mb)) is None
-        return left_here and not self.program.is_last(stage)
+        return not self.program.sends[action.stage] and not self.program.is_last(action.stage)
 
     def _category(self, action: Action) -> str:
         return "messages" if sent_by(self.program, action) else "activations"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,9 +65,16 @@ class StageUnits:
             inputs: True for units whose gradients I of a split backward makes, False for those of W, or None
                 for all.
         """
-        return tuple(
-            unit.flying for unit in self._each if inputs is None or inputs is not self._in_products(unit)
-        )
+        return self._flying[inputs]
+
+    @cached_property
+    def _flying(self) -> dict[bool | None, tuple[int, ...]]:
+        of_products = [self._in_products(unit) for unit in self._each]
+        each = [(unit.flying, products) for unit, products in zip(self._each, of_products, strict=True)]
+        halves = {
+            half: tuple(size for size, products in each if products is not half) for half in (True, False)
+        }
+        return {None: tuple(size for size, _ in each), **halves}
 
     def _in_products(self, unit: StateUnit) -> bool:
         """True if a gradient of the unit is a product that a split backward leaves to W."""
@@ -108,19 +116,15 @@ class StageUnits:
     def _resident(self, before: int) -> tuple[Resident, ...]:
         if not self._each and self.gather != "layer":
             return (Resident(),) * len(self.layers)
+        tied = [unit for unit in self._each if [p.name for p in unit.parameters] == [TIED]]
         resident = list[Resident]()
         for index, layer in enumerate(self.layers):
-            open_ = [unit for unit in self._each if unit.complete <= layer]
+            open_ = [unit for unit in self._each if unit.complete <= layer <= unit.first]
             formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
             packed = max((unit.full_gradient for unit in open_ if unit.complete == layer), default=0)
             flying = self._flying_at(layer, before)
             # a tied weight is reduced in the middle of the head's backward, as soon as it has its gradient
-            sent = sum(
-                unit.full_gradient
-                for unit in self._each
-                if unit.complete < layer == max(unit.layers[0])
-                and [p.name for p in unit.parameters] == [TIED]
-            )
+            sent = sum(unit.full_gradient for unit in tied if unit.complete < layer == unit.first)
             resident.append(
                 Resident(
                     forward=self._of(self.layers[index : index + 2]),
@@ -150,20 +154,23 @@ class StageUnits:
 
     def _flying_at(self, layer: int, before: int) -> int:
         """Bytes of the reductions under way before this layer's backward."""
-        each, older = self._each, 2 * list(self.flying())
-        done = [unit.flying for unit in each if unit.complete > layer]
-        return sum([*older[len(older) - before :], *done][-UNDER_WAY:])
+        done = self.flying()[: bisect_left(self._each, -layer, key=lambda unit: -unit.complete)]
+        older = 2 * self.flying()[-UNDER_WAY:]
+        return sum([*older[len(older) - before :], *done[-UNDER_WAY:]][-UNDER_WAY:])
 
     def _of(self, layers: Iterable[int], without: Iterable[int] = ()) -> int:
         """Bytes of the whole weights of some layers, if weights are gathered layer by layer, else 0."""
         if self.gather != "layer":
             return 0
-        left_out = list(without)
-        return sum(
-            unit.gathered
-            for unit in self.units
-            if any(map(unit.used_by, layers)) and not any(map(unit.used_by, left_out))
-        )
+        used, left_out = ({n for layer in some for n in self._used[layer]} for some in (layers, without))
+        return sum(self.units[n].gathered for n in used - left_out)
+
+    @cached_property
+    def _used(self) -> dict[int, list[int]]:
+        """Indices of the units that each layer uses."""
+        return {
+            layer: [n for n, unit in enumerate(self.units) if unit.used_by(layer)] for layer in self.layers
+        }
 
 
 @lru_cache(maxsize=4096)
