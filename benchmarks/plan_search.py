@@ -3,23 +3,26 @@ first row and the proof take, and how far the first row is from that of a long s
 
     python benchmarks/plan_search.py [--seconds WORK] [--long WORK] [--only gpt3,deepseek] [--json FILE]
 
-`cpu s` is the processor time of `search`, without the start of Python; `gap` is by how much what was left
-unexamined could be faster than the fastest that fits; `distance` compares the first row with that of a search
-of `--long` seconds of work. Rows do not depend on how busy the machine is; `cpu s` does.
+`cpu s` is the processor time of a search, without the start of Python, `rows s` that to its first rows, and
+`layouts` the number of different layouts among the rows; `gap` is by how much what was left unexamined could
+be faster than the fastest that fits; `distance` compares the first row with that of a search of `--long`
+seconds of work. Plans, which `--json` writes, do not depend on how busy the machine is; times do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from time import process_time
 
 from stretto.job.presets import find_shape
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.ranking import Plan
-from stretto.planner.search.search import search
+from stretto.planner.search.search import search_rounds
 from stretto.planner.search.task import SearchTask, job_to_plan
+from stretto.view.plan_record import plan_record
 
 # model, cluster, devices, samples of a step, tokens of a sample
 CASES = {
@@ -46,11 +49,15 @@ CASES = {
 }
 
 
-def planned(name: str, seconds: float) -> Plan:
-    """The plan of one case."""
+def planned(name: str, seconds: float) -> tuple[Plan, float]:
+    """The plan of one case, and the processor time to its first rows."""
     model, cluster, devices, batch, sequence = CASES[name]
     job = job_to_plan(shape=find_shape(model), global_batch=batch, sequence=sequence)
-    return search(SearchTask(job=job, cluster=find_cluster(cluster, devices), seconds=seconds))
+    task = SearchTask(job=job, cluster=find_cluster(cluster, devices), seconds=seconds)
+    started, first = process_time(), 0.0
+    for plan in search_rounds(task):
+        first = first or (process_time() - started if plan.ranking else 0.0)
+    return plan, first
 
 
 def main() -> None:
@@ -64,18 +71,20 @@ def main() -> None:
     rows = list[dict[str, object]]()
     for name in wanted.only.split(",") if wanted.only else CASES:
         started = process_time()
-        plan = planned(name, wanted.seconds)
+        plan, first_rows = planned(name, wanted.seconds)
         cpu = process_time() - started
         first = plan.ranking[0] if plan.ranking else None
         distance = None
         if wanted.long and first is not None:
-            best = planned(name, wanted.long).ranking[0]
+            best = planned(name, wanted.long)[0].ranking[0]
             distance = f"{100 * (first.estimate.seconds / best.estimate.seconds - 1):.1f}%"
         row: dict[str, object] = {
             "case": name,
             "devices": CASES[name][2],
+            "rows s": round(first_rows, 2),
             "cpu s": round(cpu, 1),
             "rows": len(plan.ranking),
+            "layouts": len({row.estimate.job.layout for row in plan.ranking}),
             "replayed": plan.replayed,
             "gap": f"{100 * plan.gap:.1f}%" if plan.gap < 10 else "none",
             "step s": None if first is None else round(first.estimate.seconds, 3),
@@ -86,7 +95,7 @@ def main() -> None:
         if not rows:
             print("| " + " | ".join(row) + " |")
             print("|---" * len(row) + "|")
-        rows.append(row)
+        rows.append({**row, "plan": plan_record(replace(plan, seconds=0.0))})
         print(
             "| " + " | ".join("" if value is None else str(value) for value in row.values()) + " |",
             flush=True,

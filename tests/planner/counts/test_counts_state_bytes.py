@@ -162,8 +162,7 @@ def test_a_tied_weight_has_a_unit_of_its_own_and_is_split_with_its_last_layer() 
     units = cut_units(layers, StateConfig(), frozenset({tied.name}))
     assert [p.name for p in units[0].parameters] == [tied.name]
     assert sum(unit.size for unit in units) == 58 + 12 + 4
-    assert units[0].used_by(0)
-    assert units[0].used_by(3)
+    assert {0, 3} <= units[0].users
     assert units[0].complete == 0
 
 

@@ -41,7 +41,7 @@ from stretto.planner.search.ranking import (
     is_safe,
     sort_feasible,
 )
-from stretto.planner.search.search import search
+from stretto.planner.search.search import search, search_rounds
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import (
     RANKED,
@@ -625,7 +625,13 @@ def test_more_work_finds_nothing_worse_and_a_busy_machine_the_same(monkeypatch: 
         assert after.safe is not None
         assert before.safe is None or after.safe.estimate.seconds <= before.safe.estimate.seconds
         assert after.replayed >= before.replayed
-    assert [*rounds(1.9)] == [*rounds(1.0)] == [0.5, 0.5]
+    assert [*rounds(1.9)] == [*rounds(1.0)] == [0.0625, 0.4375, 0.5]
+    first, *_, last = search_rounds(large_task(0.5))
+    assert first.ranking
+    assert first.candidates < last.candidates
+    assert [(row.layout, row.estimate.seconds) for row in last.ranking] == [
+        (row.layout, row.estimate.seconds) for row in plans[0].ranking
+    ]
     clock = count(0, 1000)
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr("stretto.planner.search.search.perf_counter", lambda: float(next(clock)))

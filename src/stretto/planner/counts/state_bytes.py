@@ -159,12 +159,9 @@ class StateUnit:
     element: int
     state_config: StateConfig
 
-    def used_by(self, layer: int) -> bool:
-        """True if a layer uses one of the parameters."""
-        return layer in self._users
-
     @cached_property
-    def _users(self) -> frozenset[int]:
+    def users(self) -> frozenset[int]:
+        """The layers that use one of the parameters."""
         return frozenset(layer for users in self.layers for layer in users)
 
     def formed(self, layer: int) -> int:
@@ -175,12 +172,7 @@ class StateUnit:
     @cached_property
     def complete(self) -> int:
         """The layer whose backward makes the unit's last gradient."""
-        return min(min(users) for users in self.layers)
-
-    @cached_property
-    def first(self) -> int:
-        """The layer whose backward makes the unit's first gradient."""
-        return max(self._users)
+        return min(self.users)
 
     @cached_property
     def frozen(self) -> bool:

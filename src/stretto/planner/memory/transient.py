@@ -69,12 +69,8 @@ class StageUnits:
 
     @cached_property
     def _flying(self) -> dict[bool | None, tuple[int, ...]]:
-        of_products = [self._in_products(unit) for unit in self._each]
-        each = [(unit.flying, products) for unit, products in zip(self._each, of_products, strict=True)]
-        halves = {
-            half: tuple(size for size, products in each if products is not half) for half in (True, False)
-        }
-        return {None: tuple(size for size, _ in each), **halves}
+        each = [(unit.flying, self._in_products(unit)) for unit in self._each]
+        return {half: tuple(n for n, of in each if of is not half) for half in (None, True, False)}
 
     def _in_products(self, unit: StateUnit) -> bool:
         """True if a gradient of the unit is a product that a split backward leaves to W."""
@@ -119,12 +115,12 @@ class StageUnits:
         tied = [unit for unit in self._each if [p.name for p in unit.parameters] == [TIED]]
         resident = list[Resident]()
         for index, layer in enumerate(self.layers):
-            open_ = [unit for unit in self._each if unit.complete <= layer <= unit.first]
+            open_ = [unit for unit in self._each if unit.complete <= layer <= max(unit.users)]
             formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
             packed = max((unit.full_gradient for unit in open_ if unit.complete == layer), default=0)
             flying = self._flying_at(layer, before)
             # a tied weight is reduced in the middle of the head's backward, as soon as it has its gradient
-            sent = sum(unit.full_gradient for unit in tied if unit.complete < layer == unit.first)
+            sent = sum(unit.full_gradient for unit in tied if unit.complete < layer == max(unit.users))
             resident.append(
                 Resident(
                     forward=self._of(self.layers[index : index + 2]),
@@ -162,15 +158,8 @@ class StageUnits:
         """Bytes of the whole weights of some layers, if weights are gathered layer by layer, else 0."""
         if self.gather != "layer":
             return 0
-        used, left_out = ({n for layer in some for n in self._used[layer]} for some in (layers, without))
-        return sum(self.units[n].gathered for n in used - left_out)
-
-    @cached_property
-    def _used(self) -> dict[int, list[int]]:
-        """Indices of the units that each layer uses."""
-        return {
-            layer: [n for n, unit in enumerate(self.units) if unit.used_by(layer)] for layer in self.layers
-        }
+        users = ((unit.gathered, unit.users) for unit in self.units)
+        return sum(n for n, of in users if not of.isdisjoint(layers) and of.isdisjoint(without))
 
 
 @lru_cache(maxsize=4096)

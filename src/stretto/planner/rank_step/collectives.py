@@ -180,7 +180,7 @@ class LayerGathers:
         layers = self.stages[stage].layers
         if not 0 <= index < len(layers):
             return {}
-        return {_name(u): u for u in self.stages[stage].units if u.used_by(layers[index]) and u.gathered}
+        return {_name(u): u for u in self.stages[stage].units if layers[index] in u.users and u.gathered}
 
     def _gather_layer(self, stage: int, index: int, following: int) -> None:
         for name, unit in {**self._units(stage, index), **self._units(stage, following)}.items():

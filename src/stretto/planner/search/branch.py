@@ -203,6 +203,7 @@ class BranchAndBound:
         for bound, node in self._postponed:
             self._push_bound(bound, node)
         self._postponed.clear()
+        self._sort_for(dives=self.only_dives or self.task.seconds is not None)
         self._bound_layouts()
         while True:
             self._expand_layouts()
@@ -216,12 +217,7 @@ class BranchAndBound:
             # dive first, then prove, and dive again when most of the time is over
             dives = self.only_dives or spent > _PROOF_END
             dives = dives or (self._dives and spent < _FIRST_DIVE_END and self._is_promising())
-            if dives != self._dives:
-                self._dives = dives
-                self._heap = [
-                    (bound * self._key_factor(node), n, bound, node) for _, n, bound, node in self._heap
-                ]
-                heapq.heapify(self._heap)
+            self._sort_for(dives=dives)
             if not self._dives and self._is_proved():
                 break
             key, tie_breaker, bound, node = heapq.heappop(self._heap)
@@ -289,6 +285,15 @@ class BranchAndBound:
         """True once `wanted` families, one of them safe, beat the lower bound of everything left."""
         bound = self._heap[0][0]
         return self._safe <= bound and bisect_right(self._costs, bound) >= self.wanted
+
+    def _sort_for(self, *, dives: bool) -> None:
+        """Begin a dive or a proof, which sort the heap by other keys."""
+        if dives != self._dives:
+            self._dives = dives
+            self._heap = [
+                (bound * self._key_factor(node), n, bound, node) for _, n, bound, node in self._heap
+            ]
+            heapq.heapify(self._heap)
 
     def _key_factor(self, node: _Node) -> float:
         """The key of a node over its bound: 1 in a proof. A dive sorts by expected times, and puts off what

@@ -1,11 +1,11 @@
 """The best layouts of a model on a cluster.
 
 A search first finds the layouts that people use without a search, whatever its limit: they are the plain
-alternatives, and what it starts from. Then come rounds (`planner.search.work`), each with as much work as all
-before it, of two passes that share what has been computed. The first looks at conventional layouts only, so
-that something is found soon; the second at all legal candidates (`planner.search.branch`), and starts with
-what has been accepted. The search ends when a round has proved that nothing is faster; if the limit comes
-first, the plan says by how much an unexamined layout could be.
+alternatives, and what it starts from. Then come rounds (`planner.search.work`), the first short, so that rows
+appear soon, of two passes that share what has been computed. The first looks at conventional layouts only,
+the second at all legal candidates (`planner.search.branch`), and it starts with what has been accepted. The
+search ends when a round has proved that nothing is faster; if the limit comes first, the plan says by how
+much an unexamined layout could be.
 
 Work is counted, not timed, so a busy machine returns the same plan, later; and a larger limit never returns a
 worse one. Conventional passes search a task narrowed to some values of its choices (`Task.narrowed`). If what

@@ -65,13 +65,15 @@ class SearchWork:
 
 
 def rounds(seconds: float | None) -> Iterator[float]:
-    """Yield the seconds of each round of a search: the first two have half a second each, every other as much
-    as all before it. So a search with a larger limit does all that one with a smaller limit does.
+    """Yield the seconds of each round of a search: a short one for the first rows, the rest of half a second,
+    and then each as much as all before it. So a search with a larger limit does all that one with a smaller
+    limit does.
     """
     if seconds is None:
         yield inf
         return
-    yield _FIRST_ROUND
+    yield _FIRST_ROUND / 8
+    yield _FIRST_ROUND * 7 / 8
     done = _FIRST_ROUND
     while 2 * done <= seconds:
         yield done
