@@ -40,6 +40,8 @@ exclude_patterns = ["_*"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 4
 html_math_renderer = "mathml"
+# a block without a language is what a command prints
+highlight_language = "none"
 
 # docstrings are prose with literals in single backticks
 default_role = "code"

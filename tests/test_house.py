@@ -373,7 +373,7 @@ WINGS = {
     "run": 29_650,  # data 8.8k, launchers 1.2k, simulated GPUs 0.6k, trackers to compare's rounds 1.8k
     "recommender": 16_100,  # export and scoring for serving: 0.6k
     "verify": 7_530,  # of which the causes of a difference, for three tasks: 1.1k
-    "learn": 1_800,  # twelve exercises of 125 lines, half of them task and template
+    "learn": 1_640,  # twelve exercises of 100 lines; tasks are in Markdown beside these
     "cli": 8_725,  # options and help 1.0k, checks and tables of 29 commands; what-if 0.1k
     "stretto_interop": 11_500,  # bash 0.45k, Megatron's flat buffers 0.5k, torch's archives 0.4k
 }

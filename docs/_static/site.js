@@ -7,11 +7,17 @@ const remember = (key, value) => {
 const chinese = document.documentElement.lang.startsWith("zh");
 const page = location.pathname.replace(/^.*\/(?=[^/]+\/[^/]+$)/, ""); // folder and file, the same in both languages
 
-// "1,024", "27.3 %", "3/11" and "1e9" are numbers
-const toNumber = (text) => {
-  const plain = text.replaceAll(/[\s,_]/g, "").replace("−", "-");
-  const [whole, over, under] = plain.match(/^([-+.\de]+)\/([.\d]+)/i) ?? [];
-  return whole ? over / under : Number.parseFloat(plain);
+// "1,024", "27.3 %", "27,3", "1/4" and "1e9" are numbers: commas before three digits each group them, another is a
+// decimal comma
+const toDecimal = (text) => {
+  const grouped = /^[-+]?[1-9]\d{0,2}(,\d{3})+(?!\d|,)/.test(text);
+  return Number.parseFloat(grouped ? text.replaceAll(",", "") : text.replace(",", "."));
+};
+const toNumber = (text, unit) => {
+  const plain = text.trim().replace("−", "-");
+  const [, over, under] = plain.match(/^([-+.,\de]+)\s*\/\s*([.,\d]+)/i) ?? [];
+  if (under) return toDecimal(over) / toDecimal(under) * (unit === "%" && !plain.includes("%") ? 100 : 1);
+  return /^[\d\s]+\//.test(plain) ? NaN : toDecimal(plain.replaceAll(/[\s_]/g, "")); // "1 1/4" may be 1.25 or 11/4
 };
 
 const setUpQuestion = (section) => {
@@ -21,7 +27,7 @@ const setUpQuestion = (section) => {
   const [check, again] = form.querySelectorAll("button"), inputs = [...form.querySelectorAll("input")];
   const key = `predict ${page} ${number}`;
   const show = (given) => {
-    const value = +choices ? given : toNumber(given);
+    const value = +choices ? given : toNumber(given, unit);
     const isRight = +choices ? value === answer : Math.abs(value - answer) <= +tolerance + 1e-12 * Math.abs(answer);
     verdict.textContent = `${isRight ? right : wrong}${+choices ? section.querySelectorAll("label")[answer].textContent.trim() : shown}${unit && ` ${unit}`}`;
     section.dataset.verdict = isRight ? "right" : "wrong";
@@ -44,7 +50,7 @@ const setUpQuestion = (section) => {
     event.preventDefault();
     const given = +choices ? inputs.find((input) => input.checked)?.value : inputs[0].value;
     if (!given?.trim()) return inputs[0].focus();
-    if (!+choices && !Number.isFinite(toNumber(given))) { verdict.textContent = none; return inputs[0].focus(); }
+    if (!+choices && !Number.isFinite(toNumber(given, unit))) { verdict.textContent = none; return inputs[0].focus(); }
     remember(key, given);
     show(given);
     again.focus();
@@ -54,7 +60,7 @@ const setUpQuestion = (section) => {
   const before = recall(key);
   if (before !== null) {
     if (+choices) { if (inputs[before]) { inputs[before].checked = true; show(before); } }
-    else if (Number.isFinite(toNumber(before))) { inputs[0].value = before; show(before); }
+    else if (Number.isFinite(toNumber(before, unit))) { inputs[0].value = before; show(before); }
   }
 };
 

@@ -137,6 +137,25 @@ WRONG: list[Any] = [
             "are not finite",
         ),
         ("ring", " / q.shape[-1] ** 0.5", "", "not divided by the root of the head size"),
+        (
+            "ring",
+            "            sums = passed(sums)\n        return",
+            "        return",
+            "what the queries of other",
+        ),
+        (
+            "ring",
+            "                shard = passed(shard)\n            sums = passed(sums)\n",
+            "                shard, sums = passed(shard), passed(sums)\n",
+            "pass it on until it is home",
+        ),
+        ("ring", "return Ring.apply(q, k, v)", "return Ring.apply(q, k, v).detach()", "has none: torch does"),
+        (
+            "ring",
+            "Ring.apply(q, k, v)",
+            "Ring.apply(q, k, v) + 0 * k * v",
+            "bytes are saved for the backward",
+        ),
     ),
     *(
         (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from inspect import cleandoc
 from pathlib import Path
 from random import randrange
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,7 +15,7 @@ from stretto.cli.output import command_app, failures_reported, say_no, write_fil
 from stretto.cli.report import CommandReport, text
 
 if TYPE_CHECKING:
-    from stretto.learn.catalogue import Exercise
+    from stretto.learn.catalogue import Exercise, Language
     from stretto.learn.checks import Check
 
 app = command_app()
@@ -34,6 +34,9 @@ def learn(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Draw the cases of an earlier grading again; default: new ones.")
     ] = None,
+    lang: Annotated[
+        Literal["en", "zh"] | None, typer.Option(help="Of tasks; default: zh if LANG begins so, else en.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Learn by writing the parts of parallel training, graded by proof.
@@ -49,43 +52,41 @@ def learn(
 
     if seed is not None and file is None:
         raise typer.BadParameter("--seed is for grading", param_hint="--seed")
+    environment = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
+    language = lang or ("zh" if environment.startswith("zh") else "en")
     if name is None:
-        _list(as_json)
+        _list(language, as_json)
     elif file is None:
-        _begin(find_exercise(name), as_json)
+        _begin(find_exercise(name), language, as_json)
     else:
         _grade(find_exercise(name), file, randrange(1_000_000) if seed is None else seed, as_json)
 
 
-def _list(as_json: bool) -> None:
+def _list(language: Language, as_json: bool) -> None:
     from stretto.learn.catalogue import EXERCISES, states
 
     progress = states()
+    tasks = {exercise.name: exercise.task(language) for exercise in EXERCISES}
     report = CommandReport(
         {
             "exercises": [
-                {
-                    "name": exercise.name,
-                    "lesson": exercise.lesson,
-                    "title": exercise.title,
-                    "state": progress[exercise.name],
-                }
-                for exercise in EXERCISES
+                {"name": name, "lesson": task.lesson, "title": task.title, "state": progress[name]}
+                for name, task in tasks.items()
             ]
         }
     )
-    rows = [[each.name, each.lesson, each.title, progress[each.name]] for each in EXERCISES]
+    rows = [[name, task.lesson, task.title, progress[name]] for name, task in tasks.items()]
     report.table([text("name"), text("lesson"), text("exercise"), text("state")], rows)
     solved = sum(state == "solved" for state in progress.values())
     report.line(f"{solved} of {len(EXERCISES)} solved; the task of one: stretto learn {EXERCISES[0].name}")
     report.print(as_json)
 
 
-def _begin(exercise: Exercise, as_json: bool) -> None:
+def _begin(exercise: Exercise, language: Language, as_json: bool) -> None:
     """Print the task, and write the template."""
     from stretto.learn.catalogue import FOLDER, states
 
-    task, path = cleandoc(exercise.module.__doc__ or ""), exercise.template_file
+    task, path = exercise.task(language), exercise.template_file
     exists = path.exists()
     if not exists:
         FOLDER.mkdir(exist_ok=True)
@@ -93,15 +94,15 @@ def _begin(exercise: Exercise, as_json: bool) -> None:
     report = CommandReport(
         {
             "name": exercise.name,
-            "lesson": exercise.lesson,
-            "title": exercise.title,
+            "lesson": task.lesson,
+            "title": task.title,
             "state": states()[exercise.name],
-            "task": task,
+            "task": task.text,
             "file": str(path),
             "written": not exists,
         }
     )
-    report.line(f"{exercise.title} (lesson: {exercise.lesson})\n\n{task}\n")
+    report.line(f"{task.lesson}: {task.title}\n\n{task.text}\n")
     report.line(f"{path} {'exists and was left as it is' if exists else 'is the template: complete it'}")
     report.line(f"grade it: stretto learn {exercise.name} {path}")
     report.print(as_json)

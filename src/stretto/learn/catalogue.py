@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from stretto.errors import StrettoError, nearest, read_text
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from stretto.learn.checks import Check
 
 FOLDER = Path("learn")  # of templates and progress, in the working directory
+TASKS = Path(__file__).with_name("tasks")
+Language = Literal["en", "zh"]
 State = Literal["not begun", "attempted", "solved"]
 
 
 class ExerciseModule(Protocol):
-    """The module of an exercise. Its docstring is the task.
+    """The module of an exercise.
 
     Attributes:
         TEMPLATE: the file that the reader completes; its functions are those that are graded.
@@ -42,13 +44,25 @@ class ExerciseModule(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Exercise:
-    """An exercise: its name, the lesson that it belongs to, and its title."""
+class Task(NamedTuple):
+    """The text of an exercise in one language: the lesson that it belongs to, its title, and what to do."""
 
-    name: str
     lesson: str
     title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """An exercise by its name."""
+
+    name: str
+
+    def task(self, language: Language = "en") -> Task:
+        """Read its task."""
+        heading, _, text = read_text(TASKS / language / f"{self.name}.md").partition("\n\n")
+        lesson, _, title = heading.removeprefix("# ").partition(": ")
+        return Task(lesson, title, text.rstrip())
 
     @property
     def module_name(self) -> str:
@@ -66,19 +80,12 @@ class Exercise:
         return FOLDER / f"{self.name}.py"
 
 
-EXERCISES = (
-    Exercise("ddp", "data parallel", "DDP's gradient reduction"),
-    Exercise("zero1", "data parallel", "a sharded optimizer: ZeRO-1"),
-    Exercise("tensor", "tensor parallel", "column and row parallel linear layers"),
-    Exercise("sequence", "tensor parallel", "sequence parallelism"),
-    Exercise("pipeline", "pipelines", "a pipeline step in the order of 1F1B"),
-    Exercise("schedule", "pipelines", "a program that beats 1F1B at equal memory"),
-    Exercise("recompute", "activation memory", "activation recomputation as an autograd function"),
-    Exercise("plan", "hybrid layouts", "a 70B model on 64 H100, within 2% of the best"),
-    Exercise("ring", "long context", "ring attention, merged by log-sum-exp"),
-    Exercise("cut", "automatic partition", "uneven layers cut into stages"),
-    Exercise("tables", "recommenders", "embedding tables placed on ranks"),
-    Exercise("bugs", "failures", "five planted bugs"),
+EXERCISES = tuple(
+    Exercise(name)
+    for name in (
+        *("ddp", "zero1", "tensor", "sequence", "pipeline", "schedule"),
+        *("recompute", "plan", "ring", "cut", "tables", "bugs"),
+    )
 )
 
 

@@ -1,1 +1,1 @@
-"""One module per exercise: its docstring is the task, then the template and the checks."""
+"""One module per exercise: its template and its checks; tasks are in learn/tasks."""

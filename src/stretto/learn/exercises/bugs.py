@@ -1,12 +1,4 @@
-"""Five functions of a training framework. All run, losses fall, and each has one fault. Find and mend it.
-
-Nothing is unwritten here: the template is the code as it was shipped. Its docstrings are right, its code is
-not. Grading names what differs, function by function; change as little as possible. There are two ranks.
-
-Faults of this kind were in released code for months, since a slightly wrong gradient still trains: means over
-unequal numbers of tokens in transformers (pull requests 34191 and 34198) and torchtune (1875); copies counted
-in a norm in NeMo-RL (3788) and Transformer Engine (ROCm's 715); norms of split features in GPT-NeoX (1424).
-"""
+"""Grades `bugs`: five planted bugs."""
 
 from __future__ import annotations
 

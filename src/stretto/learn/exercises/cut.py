@@ -1,19 +1,4 @@
-"""A network of wide and narrow layers is to run under 1F1B on p ranks. Cut it into p runs of layers so that a
-step takes the least time.
-
-Equal numbers of layers make one stage slow, and all others wait for it in every microbatch: with many
-microbatches a step takes about m times the slowest stage. So make the slowest stage as fast as possible. But
-rank r keeps the activations of min(m, p - r) microbatches, and the cut must fit: of its layers, their weights
-once and their activations for each microbatch that it keeps, at most `memory` bytes a rank.
-
-Trying all cuts of 40 layers into 8 stages would be 15 million. For "the slowest of the first s stages, with
-the first i layers" there are 8 x 40 answers, each from those of s - 1 stages: dynamic programming.
-
-The cut is replayed under 1F1B, and must be within 2% of the best that `stretto partition` finds.
-
-Sources: Narayanan et al. 2019, "PipeDream", section 3.1; Tarnawski et al. 2020, "Efficient algorithms for
-device placement of DNN graph operators".
-"""
+"""Grades `cut`: uneven layers cut into stages."""
 
 from __future__ import annotations
 

@@ -1,21 +1,4 @@
-"""Every rank has a copy of the model and its own samples, and has run its backward. Average the gradients.
-
-DistributedDataParallel does not send one message per parameter: the latency of a thousand small all-reduces
-would cost more than their bytes. It copies gradients into flat buckets, reduces a bucket at once, and copies
-the result back. Write that reduction:
-
-- go through the parameters in order, and put each into the current bucket if the bucket's bytes then stay
-  within `bucket_bytes`, else begin a new bucket; a larger parameter has a bucket of its own;
-- sum each bucket over all ranks with one all-reduce, and divide by the number of ranks;
-- a tied weight, used in two layers, is one parameter: its gradient is reduced once;
-- a parameter that this rank's samples have not used has `grad` None, and counts as zeros. Other ranks may
-  have used it, so all ranks must form the same buckets;
-- a parameter that does not require a gradient is left alone.
-
-With n ranks and S bytes of gradients, a rank sends 2 (n-1)/n S bytes: the bound of an all-reduce.
-
-Sources: Li et al. 2020, "PyTorch Distributed", VLDB 13; Patarasuk and Yuan 2009 for the bound.
-"""
+"""Grades `ddp`: DDP's gradient reduction."""
 
 from __future__ import annotations
 

@@ -1,21 +1,4 @@
-"""Each of p ranks has one stage of a model. Run a training step of m microbatches in the order of 1F1B.
-
-GPipe runs all forwards, then all backwards, so a rank keeps the activations of m microbatches. 1F1B begins
-each backward as soon as it can: rank r first runs min(m, p - 1 - r) forwards, then one forward and one
-backward in turn, and at the end the backwards that are left. It keeps at most p - r microbatches, and takes
-the same time.
-
-- The first rank has the inputs, the last the targets; all tensors between stages have one shape.
-- Rank r receives the input of a forward from r - 1 and sends the output to r + 1; in the backward the
-  gradient of the output comes from r + 1, and that of the input goes to r - 1.
-- The loss of the step is the mean over microbatches. Divide each microbatch's loss by m before its backward.
-- A send may wait until its receive is posted. In the middle of 1F1B neighbours send to each other at the same
-  time; if both send first, with `dist.send`, both may wait for ever. `dist.isend` returns at once; keep its
-  work and wait for it before the step ends.
-- Receive into a new tensor, and call `requires_grad_()` on it: the previous rank waits for its `grad`.
-
-Source: Narayanan et al. 2019 and 2021, "PipeDream" and "Efficient large-scale language model training".
-"""
+"""Grades `pipeline`: a pipeline step in the order of 1F1B."""
 
 from __future__ import annotations
 

@@ -1,19 +1,4 @@
-"""A forward saves every activation for its backward. Keep a block's input only, and run the forward again.
-
-Activation checkpointing trades a second forward for memory. Write it as an autograd function:
-
-- forwards, run the block without building a graph (autograd functions do), and save its input;
-- backwards, run the block again from a detached copy of the input, now with a graph, and go backward through
-  it: the gradient of the copy is returned, those of the parameters add up in their `grad`;
-- the block may have dropout. The second forward must draw the masks of the first, so save the state of the
-  random number generator (`torch.get_rng_state`) and set it; and when the backward is over, the generator
-  must be where it was before, or the next forward draws other masks than without recomputation.
-
-An input that does not require a gradient still has parameters behind it: hand `Function.apply` something that
-requires one, such as a parameter, or the backward is never called.
-
-Sources: Chen et al. 2016, "Training deep nets with sublinear memory cost"; Griewank and Walther 2000.
-"""
+"""Grades `recompute`: activation recomputation as an autograd function."""
 
 from __future__ import annotations
 

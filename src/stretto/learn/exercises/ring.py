@@ -1,22 +1,4 @@
-"""A sequence is too long for one rank, so each of n ranks has s/n positions of queries, keys and values.
-Compute causal attention without holding the keys and values of all ranks, or scores of more than s/n by s/n.
-
-Ring attention passes the shards of keys and values around: n - 1 times each rank sends the shard that it has
-to rank r + 1, and receives another from r - 1. For each shard it computes attention of its queries to those
-keys alone, and merges that with the result so far. Softmax over a row is a sum, so two parts with outputs o1,
-o2 and log-sum-exps l1, l2 of their scores merge to
-
-    l = log(exp(l1) + exp(l2)),    o = exp(l1 - l) o1 + exp(l2 - l) o2.
-
-- Scores are q k^T / sqrt(head size); a query at position i sees keys at positions up to i. Rank r has
-  positions r s/n to (r+1) s/n.
-- Scores may be hundreds: subtract the maximum before exp (`torch.logsumexp` and `torch.logaddexp` do).
-- A shard that no query of the rank sees adds nothing: leave it out, but pass it on.
-- The forward alone is graded, with messages from rank to rank alone: n - 1 shards leave each rank.
-
-Sources: Liu et al. 2023, "Ring attention", arXiv 2310.01889; Milakov and Gimelshein 2018, "Online
-normalizer calculation for softmax".
-"""
+"""Grades `ring`: ring attention, merged by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -26,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stretto.engine.parallel.traffic import traffic
-from stretto.learn.checks import Check, at_most, compared
+from stretto.learn.checks import Check, at_most, compared, saved_bytes
 
 RANKS = 3
 TEMPLATE = '''import torch
@@ -40,7 +22,7 @@ from torch import Tensor
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of this rank's queries to the keys of all ranks.
+    """Causal attention of this rank's queries to the keys of all ranks, differentiable.
 
     Args:
         q, k, v: [batch, heads, s / n, size], this rank's positions; contiguous.
@@ -67,19 +49,25 @@ class _Largest(TorchDispatchMode):
 
 
 def checks(reader: Mapping[str, Any], random: Random) -> Iterator[Check]:
-    """Compare the output with attention of one process, for small and for large scores; count messages."""
+    """Compare output and gradients with attention of one process, for small and for large scores; then count
+    what is saved, and messages.
+    """
     batch, heads = random.randint(1, 2), random.randint(1, 3)
     size, positions = random.randint(3, 6), random.randint(7, 9)
-    rank = dist.get_rank()
+    rank, largest = dist.get_rank(), _Largest()
+    causal = torch.ones(RANKS * positions, RANKS * positions).bool().tril()
+    shard_of = torch.arange(RANKS * positions) // positions
+    later, earlier = shard_of > shard_of[:, None], shard_of < shard_of[:, None]
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.chunk(RANKS, -2)[rank]
+
     for scale in (1.0, 30.0):
         full = torch.randn(3, batch, heads, RANKS * positions, size).double() * scale
-        local = [tensor.chunk(RANKS, 2)[rank].contiguous() for tensor in full]
-        with traffic() as sent, _Largest() as largest:
+        local = [own(tensor).contiguous().requires_grad_() for tensor in full]
+        with traffic() as sent, largest:
             actual = reader["ring_attention"](*local)
-        causal = torch.ones(RANKS * positions, RANKS * positions).bool().tril()
-        shard_of = torch.arange(RANKS * positions) // positions
-        later, earlier = shard_of > shard_of[:, None], shard_of < shard_of[:, None]
-        expected = _attention(full, causal).chunk(RANKS, 2)[rank]
+        expected = own(_attention(full.requires_grad_(), causal))
         causes = {
             "it is attention to all keys: the causal mask is missing": _attention(full, causal | ~causal),
             "it also attends to shards of later positions": _attention(full, causal | later),
@@ -89,8 +77,25 @@ def checks(reader: Mapping[str, Any], random: Random) -> Iterator[Check]:
                 full * torch.tensor([size**0.5, 1, 1], dtype=torch.float64).view(3, 1, 1, 1, 1), causal
             ),
         }
-        causes = {cause: output.chunk(RANKS, 2)[rank] for cause, output in causes.items()}
-        yield compared(f"output at scores of about {scale**2 * size**0.5:.0f}", actual, expected, causes)
+        causes = {cause: own(output) for cause, output in causes.items()}
+        scores = f"at scores of about {scale**2 * size**0.5:.0f}"
+        yield compared(f"output {scores}", actual, expected, causes)
+
+        no_graph = "it has none: torch does not differentiate messages, so write an autograd function"
+        yield Check(f"graph of the output {scores}", None if actual.requires_grad else no_graph)
+        slope = torch.randn(batch, heads, RANKS * positions, size).double()
+        with traffic() as sent_back, largest:
+            (actual * own(slope)).sum().backward()
+        (gradient,) = torch.autograd.grad((_attention(full, causal) * slope).sum(), full)
+        (alone,) = torch.autograd.grad((expected * own(slope)).sum(), full)
+        # at large scores each query sees one key, so the gradients of scores are the rounding's
+        for index, name in [*enumerate("qkv")][2 * (scale > 1) :]:
+            causes = {"it lacks what the queries of other ranks add to it": own(alone[index])}
+            causes |= {
+                f"it is that of the keys and values of rank {other}: pass it on until it is home": part
+                for other, part in enumerate(gradient[index].chunk(RANKS, -2))
+            }
+            yield compared(f"gradient of {name} {scores}", local[index].grad, own(gradient[index]), causes)
 
     shard = local[0].numel()
     yield at_most(
@@ -99,14 +104,24 @@ def checks(reader: Mapping[str, Any], random: Random) -> Iterator[Check]:
         max(2 * shard, batch * heads * positions**2),
         "an operation returns {actual} elements; keys and values of a shard, or its scores, are {limit}",
     )
-    others = {kind: count for kind, count in sent.calls.items() if kind != "send"}
-    yield Check("messages from rank to rank", f"it calls {', '.join(others)}" if others else None)
     yield at_most(
-        "bytes: n - 1 shards of keys and values",
-        sent.total,
-        (RANKS - 1) * 2 * shard * 8,
-        "{actual} bytes leave a rank, n - 1 shards are {limit}",
+        "saved: q, k, v, the output and a log-sum-exp for each of its rows",
+        saved_bytes(nn.Module(), lambda: reader["ring_attention"](*local)),
+        (4 * shard + shard // size) * 8,
+        "{actual} bytes are saved for the backward, {limit} are enough: shards come around again",
     )
+    others = {kind for kind in (*sent.calls, *sent_back.calls) if kind != "send"}
+    yield Check("messages from rank to rank", f"it calls {', '.join(others)}" if others else None)
+    for case, counted, shards in (
+        ("n - 1 shards of keys and values", sent, RANKS - 1),
+        ("in the backward, those and n of their gradients", sent_back, 2 * RANKS - 1),
+    ):
+        yield at_most(
+            f"bytes: {case}",
+            counted.total,
+            shards * 2 * shard * 8,
+            "{actual} bytes leave a rank, {limit} are enough",
+        )
 
 
 def _attention(qkv: Tensor, mask: Tensor) -> Tensor:

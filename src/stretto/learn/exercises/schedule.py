@@ -1,22 +1,4 @@
-"""1F1B leaves a bubble: while a pipeline of p ranks fills and drains, ranks wait. Find a program that takes
-less time, and holds no more activations.
-
-A backward has two halves: I, the gradient of the input, which the previous rank needs next, and W, the
-gradient of the weights, which nothing needs before the update. 1F1B runs both together. Delay each W until
-its rank would be idle. But an activation is freed only after its W, so a long delay costs memory.
-
-Write `program(ranks, microbatches)`. It returns the actions of each rank in order, as text: `1F0` is the
-forward of microbatch 0 by stage 1, `1I0` and `1W0` are the halves of its backward, `1B0` both in one. With
-one stage per rank, stage r is on rank r; with two per rank return a `stretto.Program` with its placement. You
-may use `stretto.check` and `stretto.simulate`; to draw it:
-`stretto schedule learn/schedule.py:program --ranks 4 --microbatches 8`.
-
-It is replayed for several p and m >= p. The program must be complete and free of deadlocks, the fullest rank
-may hold min(p, m) microbatches as in 1F1B, and it must take less time than 1F1B, at F = I = W and at two
-other ratios.
-
-Source: Qi et al. 2024, "Zero bubble pipeline parallelism", arXiv 2401.10241; its ZB-H1 is a solution.
-"""
+"""Grades `schedule`: a program that beats 1F1B at equal memory."""
 
 from __future__ import annotations
 

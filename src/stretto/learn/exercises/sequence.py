@@ -1,21 +1,4 @@
-"""Between the split matrices of tensor parallelism every rank computes the same norms, and keeps the same
-residual stream for the backward. Split these along the sequence.
-
-An all-reduce is a reduce-scatter and an all-gather. Sequence parallelism puts the two apart: outside the
-matrices each of n ranks has s/n positions of every sample, so the norm and the residual are 1/n of the work
-and memory; before the column layer positions are gathered, and after the row layer the sum is scattered. The
-backward of each is the other. The bytes stay those of tensor parallelism.
-
-- `SequenceBlock(block)` makes this rank's part of a block (`norm`, `up`, `down`: keep these names, and
-  `weight` and `bias` in them): rows of `up.weight` and `up.bias`, columns of `down.weight`, all of the rest.
-  Its forward takes and returns [batch, s/n, width], this rank's positions.
-- `finish_gradients(model)` is called after the backward. The norm's parameters and `down.bias` have seen this
-  rank's positions alone, so their gradients are summands: sum them over the ranks.
-
-Messages go along dimension 1, but collectives of torch join dimension 0.
-
-Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.
-"""
+"""Grades `sequence`: sequence parallelism."""
 
 from __future__ import annotations
 

@@ -1,19 +1,4 @@
-"""A recommender's embedding tables are too large for one device. Place them on the ranks so that the busiest
-rank of a step is as little busy as possible, and every rank's memory suffices.
-
-All ranks wait for the rank that looks up, exchanges and updates longest. A table costs time by its lookups
-and its width, memory by its rows: a small table may be hot, a large one cold. A table may be split by
-columns: each of its ranks has all rows of an equal part of the columns. That takes apart a table that is
-larger than a rank has room for, or busier than the average rank. It is not free: each part looks up the same
-ids again, and has an optimizer state for each row.
-
-Longest processing time first is a good beginning: sort the tables by time, and put each on the rank that is
-least busy so far and has room. Without limits of memory and splits, the busiest rank is then at most 4/3 of
-the best (Graham 1969). Yours must be within 10% of the placement that the planner finds with the same splits.
-
-Sources: Graham 1969, "Bounds on multiprocessing timing anomalies"; Mudigere et al. 2022, "Software-hardware
-co-design for fast and scalable training of deep learning recommendation models", section 4.2.
-"""
+"""Grades `tables`: embedding tables placed on ranks."""
 
 from __future__ import annotations
 

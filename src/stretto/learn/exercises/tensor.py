@@ -1,20 +1,4 @@
-"""Split the two linear layers of an MLP over n ranks: the first by columns, the second by rows.
-
-All ranks have the same input x. With the first matrix split by output features each rank computes its part
-of the hidden features alone, and the nonlinearity acts on them one by one; with the second matrix split by
-input features each rank's product is a summand of the output. So one all-reduce at the end of the forward is
-enough, and one at the beginning of the layer in the backward. Two autograd functions hold them:
-
-- f, before the column layer: the identity forwards, an all-reduce of the gradient backwards, because each
-  rank has only its features' part of the gradient of x;
-- g, after the row layer: an all-reduce forwards, the identity backwards.
-
-`ColumnLinear(linear)` keeps rows r/n to (r+1)/n of `linear.weight` [out, in] and of its bias, and begins with
-f. `RowLinear(linear)` keeps columns of the weight and all of the bias, ends with g, and adds the bias once.
-Both keep their parameters under the names `weight` and `bias`. Inputs are [batch, features].
-
-Source: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3.
-"""
+"""Grades `tensor`: column and row parallel linear layers."""
 
 from __future__ import annotations
 

@@ -1,22 +1,4 @@
-"""DDP has averaged the gradients, and every rank would now make the same update. Share that work.
-
-AdamW keeps two states per weight, in every copy of the model. ZeRO-1 lets each of n ranks keep and update
-only its shard, about 1/n of the states, and then gather the updated weights of the others. Write the
-optimizer:
-
-- build the inner optimizer with `make_optimizer(list of tensors)`, on this rank's shard alone. The shard may
-  be some of the parameters, or a slice of all of them in one flat tensor; AdamW works elementwise;
-- `step()` is called on all ranks after the gradients have been averaged. It updates the shard, and brings
-  the updated weights of all ranks into the model's parameters, in place;
-- the number of elements need not be a multiple of n. No rank may hold states of more than 1/n of the elements
-  and one parameter more.
-
-The gather costs a rank (n-1)/n S bytes for S bytes of weights. With a reduce-scatter of gradients before it,
-which this exercise leaves out, a step sends exactly what DDP sends.
-
-Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
-section 5.1.
-"""
+"""Grades `zero1`: a sharded optimizer: ZeRO-1."""
 
 from __future__ import annotations
 
