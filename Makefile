@@ -73,7 +73,6 @@ messages: $(VENV)/.docs
 	@echo "== collect the messages of pages in two languages, and update docs/locale"
 	@rm -rf docs/_cache/gettext && $(SPHINX) -b gettext -d docs/_cache/messages docs docs/_cache/gettext
 	@find docs/_cache/gettext/reference docs/_cache/gettext/evidence -name '*.pot' ! -name index.pot -delete
-	@rm docs/_cache/gettext/README.pot
 	@$(BIN)/sphinx-intl update -p docs/_cache/gettext -d docs/locale -l zh_CN -w 0
 
 published: $(VENV)/.test

@@ -30,7 +30,7 @@ const List = ({ runs, selected, onSelect, act }) => html`
         onChange=${(event) => onSelect(run.name, event.target.checked)} /> ${run.name}</label></th>
       <td class="text"><span class=${`state ${run.state}`}>${t(STATES[run.state])}</span>${run.hang && ` ${t("(records of a hang)")}`}</td>
       <td>${stepOf(run)}</td><td>${run.loss === null ? "" : run.loss.toFixed(4)}</td>
-      <td>${run.speed === null ? "" : `${count(run.speed)} ${run.unit}`}</td><td>${run.ranks ?? ""}</td>
+      <td>${run.speed === null ? "" : `${count(run.speed)} ${t(run.unit)}`}</td><td>${run.ranks ?? ""}</td>
       <td>${run.saved.at(-1) ?? ""}</td><td class="text"><${Actions} run=${run} act=${act} /></td></tr>`)}
     </tbody></table></div>`;
 

@@ -52,7 +52,7 @@ export const ProgramFields = ({ program, at, list, onChange, onRemove }) => {
         onChange=${(recompute) => change({ recompute: recompute || undefined })} />
       ${onRemove && html`<${Button} label=${`${t("Remove")} ${program.name}`} onClick=${onRemove}>${t("Remove")}<//>`}
     </div>
-    ${schedule && !program.text && html`<p class="quiet">${schedule.description}</p>`}
+    ${schedule && !program.text && html`<p class="quiet">${t(schedule.description)}</p>`}
   </fieldset>`;
 };
 
@@ -76,7 +76,7 @@ export const CostFields = ({ costs, onChange }) => {
     onChange(value === null || value === ordinary ? rest : { ...rest, [name]: value });
   };
   const numbers = ([name, label, ordinary]) => html`<${NumbersField} key=${name} name=${`cost-${name}`} label=${label} value=${costs[name]}
-    placeholder=${ordinary} onChange=${change(name, ordinary)} />`;
+    placeholder=${t(ordinary)} onChange=${change(name, ordinary)} />`;
   return html`<details class="program" open=${Object.keys(costs).length > 0}><summary>${t("Costs: times, messages, memory")}</summary>
     <p class="quiet">${t("Times of a rank's share of a microbatch, in any unit; a list has a number for each stage, as in 1, 1, 2, 1.")}</p>
     <div class="fields">${NUMBERS.map(numbers)}</div>
