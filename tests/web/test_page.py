@@ -16,6 +16,7 @@ VIEWS = {
     "layout": "#lines li",
     "memory": "figure, .bars, table",
     "plan": "#search",
+    "tables": "#placed",
 }
 
 

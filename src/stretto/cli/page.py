@@ -1,4 +1,4 @@
-"""`stretto page`: the page of schedules, layouts, memory and plans as files for a static host."""
+"""`stretto page`: the page of schedules, layouts, memory, plans and tables as files for a static host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def page(
     pyodide: Annotated[Path, typer.Option(help="Pyodide: the folder of its npm package or of a release.")],
     as_json: Json = False,
 ) -> None:
-    """Write the page of schedules, layouts, memory and plans as a folder, for any static host.
+    """Write the page of schedules, layouts, memory, plans and tables as a folder, for any static host.
 
     Python runs in it (WebAssembly): the checker, the replay and the planner are those of the command line,
     and no server answers. `stretto studio` serves the same page with this machine's runs.

@@ -32,6 +32,8 @@ _FUNCTIONS = {
     "traffic": ("layouts", "count_traffic"),
     "cuts": ("cuts", "cut_tensors"),
     "memory": ("memory", "count_memory"),
+    "table_names": ("tables", "list_table_names"),
+    "tables": ("tables", "place"),
     "plan_choices": ("plans", "list_choices"),
     "plan": ("plans", "plan"),
     "plan_config": ("plans", "plan_config"),

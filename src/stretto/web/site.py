@@ -20,7 +20,8 @@ from stretto.web.plans import INTEROP
 
 # what is needed of a Pyodide distribution
 PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-ROOMS = ("layout", "program", "job", "planner", "view", "run/config", "web")  # beside the top modules
+# beside the top modules
+ROOMS = ("layout", "program", "job", "planner", "view", "run/config", "recommender/planner", "web")
 
 
 def write_site(folder: Path, pyodide: Path) -> None:
@@ -74,6 +75,7 @@ def _sources() -> Iterator[tuple[Path, str]]:
         interop = package.parent / INTEROP  # its configs, if it is installed
         folders = [*(package / room for room in ROOMS), interop / "frameworks"]
         modules = [*package.glob("*.py"), package / "run" / "__init__.py", *interop.glob("*.py")]
+        modules += (package / "recommender").glob("*.py")
         for path in sorted([*modules, *(path for folder in folders for path in folder.rglob("*"))]):
             if path.suffix in (".py", ".yaml", ".csv") and path.is_file():
                 yield path, str(path.relative_to(package.parent))

@@ -12,10 +12,11 @@ import { runs } from "stretto/runs";
 import { layout } from "stretto/layout";
 import { memory } from "stretto/memory";
 import { schedules } from "stretto/schedules";
+import { tables } from "stretto/tables";
 
 // A view: its id in the address, its title, the questions that it needs, who alone answers them if not
 // everybody does (`only`), the defaults of its state, and the component that draws it from {state, set, ask, backend, asks}.
-const VIEWS = [schedules, layout, memory, plan, runs, proofs, timelinePage, comparisonPage];
+const VIEWS = [schedules, layout, memory, plan, tables, runs, proofs, timelinePage, comparisonPage];
 
 const other = backend();
 globalThis.stretto = { ask: (question, options) => other.ask(question, options) }; // for scripts beside the page
