@@ -44,7 +44,7 @@ class ExerciseModule(Protocol):
         ...
 
 
-class Task(NamedTuple):
+class TaskText(NamedTuple):
     """The text of an exercise in one language: the lesson that it belongs to, its title, and what to do."""
 
     lesson: str
@@ -58,11 +58,11 @@ class Exercise:
 
     name: str
 
-    def task(self, language: Language = "en") -> Task:
+    def task(self, language: Language = "en") -> TaskText:
         """Read its task."""
         heading, _, text = read_text(TASKS / language / f"{self.name}.md").partition("\n\n")
         lesson, _, title = heading.removeprefix("# ").partition(": ")
-        return Task(lesson, title, text.rstrip())
+        return TaskText(lesson, title, text.rstrip())
 
     @property
     def module_name(self) -> str:

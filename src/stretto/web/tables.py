@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +46,10 @@ def place(question: Question) -> dict[str, Any]:
     else:
         plan = price_tables(job, uniform(job.tables, question["split"], ranks, job.work.local))
     busy = job.balance().busy_seconds
-    loads = [{"seconds": Counter[str](), "bytes": Counter[str]()} for _ in range(ranks)]
+    loads = [
+        {"seconds": defaultdict[str, float](float), "bytes": defaultdict[str, float](float)}
+        for _ in range(ranks)
+    ]
     tables = list[dict[str, Any]]()
     for table, placement, option in zip(job.tables, plan.placements.values(), plan.options, strict=True):
         parts = option.parts if placement.ranks else option.parts * ranks  # one for all copies

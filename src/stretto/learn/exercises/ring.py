@@ -59,15 +59,15 @@ def checks(reader: Mapping[str, Any], random: Random) -> Iterator[Check]:
     shard_of = torch.arange(RANKS * positions) // positions
     later, earlier = shard_of > shard_of[:, None], shard_of < shard_of[:, None]
 
-    def own(tensor: Tensor) -> Tensor:
+    def shard_here(tensor: Tensor) -> Tensor:
         return tensor.chunk(RANKS, -2)[rank]
 
     for scale in (1.0, 30.0):
         full = torch.randn(3, batch, heads, RANKS * positions, size).double() * scale
-        local = [own(tensor).contiguous().requires_grad_() for tensor in full]
+        local = [shard_here(tensor).contiguous().requires_grad_() for tensor in full]
         with traffic() as sent, largest:
             actual = reader["ring_attention"](*local)
-        expected = own(_attention(full.requires_grad_(), causal))
+        expected = shard_here(_attention(full.requires_grad_(), causal))
         causes = {
             "it is attention to all keys: the causal mask is missing": _attention(full, causal | ~causal),
             "it also attends to shards of later positions": _attention(full, causal | later),
@@ -77,7 +77,7 @@ def checks(reader: Mapping[str, Any], random: Random) -> Iterator[Check]:
                 full * torch.tensor([size**0.5, 1, 1], dtype=torch.float64).view(3, 1, 1, 1, 1), causal
             ),
         }
-        causes = {cause: own(output) for cause, output in causes.items()}
+        causes = {cause: shard_here(output) for cause, output in causes.items()}
         scores = f"at scores of about {scale**2 * size**0.5:.0f}"
         yield compared(f"output {scores}", actual, expected, causes)
 
@@ -85,17 +85,19 @@ def checks(reader: Mapping[str, Any], random: Random) -> Iterator[Check]:
         yield Check(f"graph of the output {scores}", None if actual.requires_grad else no_graph)
         slope = torch.randn(batch, heads, RANKS * positions, size).double()
         with traffic() as sent_back, largest:
-            (actual * own(slope)).sum().backward()
+            (actual * shard_here(slope)).sum().backward()
         (gradient,) = torch.autograd.grad((_attention(full, causal) * slope).sum(), full)
-        (alone,) = torch.autograd.grad((expected * own(slope)).sum(), full)
+        (alone,) = torch.autograd.grad((expected * shard_here(slope)).sum(), full)
         # at large scores each query sees one key, so the gradients of scores are the rounding's
         for index, name in [*enumerate("qkv")][2 * (scale > 1) :]:
-            causes = {"it lacks what the queries of other ranks add to it": own(alone[index])}
+            causes = {"it lacks what the queries of other ranks add to it": shard_here(alone[index])}
             causes |= {
                 f"it is that of the keys and values of rank {other}: pass it on until it is home": part
                 for other, part in enumerate(gradient[index].chunk(RANKS, -2))
             }
-            yield compared(f"gradient of {name} {scores}", local[index].grad, own(gradient[index]), causes)
+            yield compared(
+                f"gradient of {name} {scores}", local[index].grad, shard_here(gradient[index]), causes
+            )
 
     shard = local[0].numel()
     yield at_most(
