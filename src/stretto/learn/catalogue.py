@@ -80,13 +80,8 @@ class Exercise:
         return FOLDER / f"{self.name}.py"
 
 
-EXERCISES = tuple(
-    Exercise(name)
-    for name in (
-        *("ddp", "zero1", "tensor", "sequence", "pipeline", "schedule"),
-        *("recompute", "plan", "ring", "cut", "tables", "bugs"),
-    )
-)
+_NAMES = "ddp zero1 tensor sequence pipeline schedule recompute plan ring cut tables bugs"
+EXERCISES = tuple(map(Exercise, _NAMES.split()))
 
 
 def find_exercise(name: str) -> Exercise:
