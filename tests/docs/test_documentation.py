@@ -308,10 +308,10 @@ NUMBERS = {
 def test_numbers_may_have_a_decimal_comma_or_be_fractions(opened: Callable[..., Page], address: str) -> None:
     page = opened(f"{address}learn/lesson.html")
     for (number, verdict), texts in NUMBERS.items():
-        for given in texts:
-            answer(page, number, given)
+        for text in texts:
+            answer(page, number, text)
             question = page.locator("div.predict").nth(number)
-            assert question.get_attribute("data-verdict") == verdict, given
+            assert question.get_attribute("data-verdict") == verdict, text
             if verdict:
                 question.get_by_role("button", name="Answer again").click()
 

@@ -28,8 +28,8 @@ def stored(answer: dict[str, Any]) -> list[float]:
 
 def test_the_hybrid_placement_is_that_of_the_command(stretto: CommandLine) -> None:
     answer = ask("hybrid")
-    words = ("plan", "--model", "dlrm-dcnv2", "--cluster", "dgx-a100-80gb:8", "--batch", 65536)
-    plan = stretto.json(*words)
+    command = ("plan", "--model", "dlrm-dcnv2", "--cluster", "dgx-a100-80gb:8", "--batch", 65536)
+    plan = stretto.json(*command)
     assert answer["seconds"] == plan["step_time_s"]
     assert stored(answer) == pytest.approx([load["device_gib"] * 2**30 for load in plan["loads"]])
     assert [each["ranks"] for each in answer["tables"]] == [each["ranks"] for each in plan["tables"]]
@@ -39,25 +39,25 @@ def test_the_hybrid_placement_is_that_of_the_command(stretto: CommandLine) -> No
 def test_one_split_for_all_tables() -> None:
     tables = dlrm_preset("dlrm-dcnv2").tables
     size = sum(4 * table.rows * (table.dim + 1) for table in tables)  # a state for each row
-    whole, rows, columns, copies = (ask(split) for split in ("table", "row", "column", "data"))
-    assert sum(stored(whole)) == pytest.approx(size)
+    unsplit, rows, columns, copies = (ask(split) for split in ("table", "row", "column", "data"))
+    assert sum(stored(unsplit)) == pytest.approx(size)
     assert stored(rows) == pytest.approx([size / 8] * 8, rel=1e-3)
     extra = sum(4 * table.rows for table in tables) * 7 / 8  # a state for each row on each of 8 ranks
     assert stored(columns) == pytest.approx([size / 8 + extra] * 8, rel=1e-3)
     assert stored(copies) == pytest.approx([size] * 8)
-    lesson = [round(1e3 * answer["seconds"], 1) for answer in (whole, columns, rows)]
+    lesson = [round(1e3 * answer["seconds"], 1) for answer in (unsplit, columns, rows)]
     assert lesson == [27.0, 22.2, 20.6], "docs/learn/recommenders.md has these"
     assert ["needs 98.12 GiB" in text for text in copies["over"]] == [True]
-    busy = [sum(rank["seconds"].values()) for rank in whole["ranks"]]
+    busy = [sum(rank["seconds"].values()) for rank in unsplit["ranks"]]
     assert max(busy) > 3 * sum(busy) / 8, "the table of a hundred ids a sample is on one rank"
-    assert all(len(table["ranks"]) == 1 for table in whole["tables"])
+    assert all(len(table["ranks"]) == 1 for table in unsplit["tables"])
 
 
 def test_what_cannot_be_placed_is_an_error_or_beside_the_device() -> None:
     assert ask("diagonal")["error"]["message"] == "no placement 'diagonal'"
     assert "has 8 devices" in ask("row", 16, "dgx-1-v100-32gb:8")["error"]["message"]
-    beside = [table["place"] for table in ask("hybrid", 1, "a100-40gb-pcie-node")["tables"]]
-    assert "cpu" in beside, "98 GiB in 40"
+    places = [table["place"] for table in ask("hybrid", 1, "a100-40gb-pcie-node")["tables"]]
+    assert "cpu" in places, "98 GiB in 40"
 
 
 def test_the_view_follows_the_split(opened: Callable[..., Page], page_address: str) -> None:
