@@ -188,6 +188,10 @@ def campaign(
     ends, records = time.monotonic() + seconds, list[dict[str, Any]]()
     for step in steps:
         remaining = ends - time.monotonic()
+        unseen = f"not rehearsed: {step.unrehearsed}" if rehearsal == SIMULATED and step.unrehearsed else ""
+        if unseen and not step.rehearsed:
+            print(f"{step.name}: {unseen}", flush=True)
+            continue
         if rehearsal is None and remaining < step.seconds:
             print(f"{step.name}: needs about {step.seconds:.0f} s, {remaining:.0f} are left", flush=True)
             continue
@@ -196,8 +200,19 @@ def campaign(
         record = apart(step, folder, device, rehearsal, min(limit, remaining))
         records.append(record)
         last = "" if record["state"] == DONE else f": {record['error'].strip().splitlines()[-1]}"
-        print(f"{step.name}: {record['state']} in {record['seconds']:.0f} s{last}", flush=True)
+        last += f"; {unseen}" if unseen else ""
+        print(
+            f"{step.name}: {record['state']} in {record['seconds']:.0f} s{last}{counted(record)}", flush=True
+        )
     return records
+
+
+def counted(record: dict[str, Any]) -> str:
+    """How many of a step's rows are without an error, for its line; "" if it has no rows."""
+    rows = (record["result"] or {}).get("rows", [])
+    each = list(rows.values()) if isinstance(rows, dict) else rows
+    failed = sum(1 for row in each if isinstance(row.get("error"), str) or row.get("right") is False)
+    return f"; {len(each) - failed} of {len(each)} rows" if each else ""
 
 
 def show(folder: Path) -> None:

@@ -10,9 +10,10 @@ updates between them are part of what the later ones show.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from math import isfinite
 from typing import Any
 
@@ -29,6 +30,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.run.launch.local import run_ranks
 
 STEPS = 4
+RANKS_S = 60  # for which a rank waits for another
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256}
 T5 = {"family": "t5", **SIZES, "encoder_layers": 2, "head_dim": 16, "ffn": 96}
 GEMMA = {"family": "gemma2", **SIZES, "kv_heads": 2, "ffn": 128, "attention": {"window": 9}}
@@ -144,16 +146,19 @@ def rank_steps(setting: Setting, section: dict[str, Any], words: Sequence[str], 
     return {"losses": one.losses, "norms": one.norms, "broken": [] if seen is None else seen.broken}
 
 
-def on_rank(setting: Setting, section: dict[str, Any], words: Sequence[str], backend: str) -> dict[str, Any]:
-    """`rank_steps` as the rank that RANK names, all of them on the one device."""
+Runs = Sequence[tuple[dict[str, Any], Words]]  # sections of `model`, and overrides
+
+
+def on_rank(setting: Setting, runs: Runs, backend: str) -> list[dict[str, Any]]:
+    """`rank_steps` of each job as the rank that RANK names, all of them on the one device."""
     torch.set_num_threads(1)
     if setting.on_gpu:
         torch.cuda.set_device(setting.device)
     compiler.BACKEND = setting.compiler
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, timeout=timedelta(seconds=RANKS_S))
     try:
         with setting.choices():
-            return rank_steps(setting, section, words, late=True)
+            return [rank_steps(setting, section, words, late=True) for section, words in runs]
     finally:
         dist.destroy_process_group()
 
@@ -197,16 +202,24 @@ class References:
         return self._known[key]
 
 
-def check(setting: Setting, case: Case, dtype: str, references: References) -> dict[str, Any]:
-    """One case in one type."""
+def check(
+    setting: Setting, case: Case, dtype: str, references: References, computed: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One case in one type.
+
+    Args:
+        computed: `rank_steps` of its first rank; None to take them now.
+    """
     words = (f"train.dtype={dtype}", *case.words)
     world = world_of(words)
     try:
-        if world == 1:
+        if computed is not None:
+            made = computed
+        elif world == 1:
             made = rank_steps(setting, case.section, words, late=False)
         else:
             # all tensors are this device's, and gloo gets host copies of them
-            made = run_ranks(world, on_rank, setting, case.section, words, "gloo")[0]
+            made = run_ranks(world, on_rank, setting, [(case.section, words)], "gloo")[0][0]
         # a simulated GPU computes nothing: then it is right to end, with finite values
         expected = made if setting.simulated else references.of(case)
     except Exception:
@@ -225,13 +238,22 @@ def check(setting: Setting, case: Case, dtype: str, references: References) -> d
     }
 
 
-def check_all(setting: Setting, chosen: Sequence[Case], dtypes: Sequence[str]) -> dict[str, Any]:
-    """Every case in every type, and how many are right."""
+def check_all(
+    setting: Setting,
+    chosen: Sequence[Case],
+    dtypes: Sequence[str],
+    computed: Mapping[tuple[str, str], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Every case in every type, and how many are right.
+
+    Args:
+        computed: `rank_steps` of those that were taken before, by case and type.
+    """
     references, rows = References(setting), list[dict[str, Any]]()
     for dtype in dtypes:
         for case in chosen:
             if dtype in case.dtypes:
-                rows.append(check(setting, case, dtype, references))
+                rows.append(check(setting, case, dtype, references, (computed or {}).get((case.name, dtype))))
                 setting.keep({"rows": rows})
     return {
         "rows": rows,
@@ -251,10 +273,10 @@ def own_library(setting: Setting) -> dict[str, Any]:
     """One rank with a process group of the device's own library, which every collective goes through."""
     backend = backend_for(setting.device.type)
     references = References(setting)
+    cases = [case for case in CASES if case.name in ("gpt", "llama", "experts")]
+    runs = [(case.section, ("train.dtype=float64", *case.words)) for case in cases]
     rows = list[dict[str, Any]]()
-    for case in (case for case in CASES if case.name in ("gpt", "llama", "experts")):
-        words = ("train.dtype=float64", *case.words)
-        made = run_ranks(1, on_rank, setting, case.section, words, backend)[0]
+    for case, made in zip(cases, run_ranks(1, on_rank, setting, runs, backend)[0], strict=True):
         expected = made if setting.simulated else references.of(case)
         error = worst(made["losses"], expected["losses"])
         rows.append({"case": case.name, "loss_error": error, "right": error <= TOLERANCES["float64"][0]})
@@ -262,6 +284,22 @@ def own_library(setting: Setting) -> dict[str, Any]:
 
 
 def several_ranks(setting: Setting) -> dict[str, Any]:
-    """Layouts, on ranks that share the device, in float64, and on a GPU in bfloat16 too."""
+    """Layouts, on ranks that share the device, in float64, and on a GPU in bfloat16 too.
+
+    Ranks take longer to start than to run all cases. If one of these fails, `check` starts ranks for each.
+    """
     dtypes = ("float64",) if setting.tiny else ("float64", "bfloat16")
-    return check_all(setting, [case for case in CASES if case.split], dtypes)
+    split = [case for case in CASES if case.split]
+    computed, failed = dict[tuple[str, str], dict[str, Any]](), list[dict[str, Any]]()
+    for world in sorted({world_of(case.words) for case in split}):
+        these = [(case, dtype) for case in split for dtype in dtypes if world_of(case.words) == world]
+        runs = [(case.section, (f"train.dtype={dtype}", *case.words)) for case, dtype in these]
+        try:
+            results = run_ranks(world, on_rank, setting, runs, "gloo")[0]
+        except Exception:
+            error = traceback.format_exc()[-3000:]
+            failed.append({"case": f"all of {world} ranks", "dtype": "-", "right": False, "error": error})
+            continue
+        computed |= zip([(case.name, dtype) for case, dtype in these], results, strict=True)
+    found = check_all(setting, split, dtypes, computed)
+    return {**found, "rows": found["rows"] + failed, "of": found["of"] + len(failed)}

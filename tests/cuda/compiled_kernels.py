@@ -455,7 +455,7 @@ def compile_all(chip: Chip, wanted: Callable[[str], bool]) -> Report:
 
     with (
         in_place_of(chip, kernels),
-        mock.patch.object(flex, "BACKEND", backend),
+        mock.patch.object(flex.compiler, "BACKEND", backend),
         mock.patch.object(flex, "compute_capability", return_value=chip.capability),
         mock.patch("torch.nn.attention.flex_attention._validate_device", new=_any_device),
         redirect_stdout(sys.stderr),

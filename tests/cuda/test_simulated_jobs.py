@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,17 +27,20 @@ if torch.version.cuda is None or not (shutil.which("cc") or shutil.which("gcc"))
     pytest.skip("it takes torch's CUDA build and a C compiler", allow_module_level=True)
 
 
+import stretto
 from stretto.engine.checkpoint.host_copy import HostCopy
 from stretto.engine.checkpoint.storage import TensorSource, dtype_name
 from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.build import build
 from stretto.engine.models.generate import stream
+from stretto.engine.optim.sharded_optimizer import GradientCopies
 from stretto.job.job import Job
 from stretto.layout.layout import Layout
 from stretto.program.schedules.registry import names
 from stretto.run.data.dataset import Batch
 from stretto.run.dryrun.allocator import simulated_rank
 from stretto.run.dryrun.simulated_gpu import SimulatedGpu
+from stretto.run.train.batches import DevicePrefetcher
 from stretto.run.train.rank_model import tensors_of
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -44,7 +48,7 @@ correct: Any = import_module("gpu.correct")
 jobs: Any = import_module("gpu.jobs")
 SETTING: Any = import_module("gpu.setting").Setting(torch.device("cuda", 0), True, Path())
 AGREEMENT = "run/train/agreement.py"  # the step's one wait
-PACKAGE = str(Path(__file__).parents[2] / "src" / "stretto") + "/"
+PACKAGE = str(Path(stretto.__file__).parent) + "/"  # with a planted fault, if there is one
 Waits = list[str]
 
 
@@ -226,8 +230,65 @@ def test_a_step_of_packed_documents(model: str, on_gpu: Callable[..., Any]) -> N
     assert on_gpu(packed, MODELS[model])[0] == [AGREEMENT]
 
 
-def checkpoint_copy() -> tuple[Waits, int, int]:
-    """Copy a checkpoint's tensors to the host: waits, growth of the device's memory, and tensors."""
+def pageable_copies(words: Sequence[str]) -> tuple[int, int]:
+    """Return a step's copies to the device from memory that is not page-locked, and those from it."""
+    job = job_of(jobs.LLAMA, words)
+    with simulated_rank(job.layout, 0) as mesh:
+        trainer = jobs.Trainer(job, mesh)
+        trainer.step()
+        before = SimulatedGpu().pageable()
+        trainer.step()
+        after = SimulatedGpu().pageable()
+        trainer.close()
+    return after[0] - before[0], after[1] - before[1]
+
+
+@pytest.mark.parametrize("words", [(), ("dp.offload=cpu",), ("dp.offload=cpu", "optim.clip=null")])
+def test_batches_and_gradients_are_copied_from_page_locked_memory(
+    words: Sequence[str], on_gpu: Callable[..., Any]
+) -> None:
+    """The others are of a few numbers: what ranks agree on, and tokens and weights of the loss."""
+    assert on_gpu(pageable_copies, ("train.dtype=bfloat16", *words)) == (3, 1)
+
+
+@pytest.fixture(scope="module")
+def behind() -> Generator[Callable[..., Any]]:
+    """As `on_gpu`, of a device whose work is done only when the host has waited for it."""
+    load = partial(SimulatedGpu, behind=True)
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=load) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def batch_addresses() -> list[int]:
+    """Return where the inputs of batches lie, each dropped before the next."""
+    job, device = job_of(jobs.LLAMA, ()), torch.device("cuda", 0)
+    batches, size = DevicePrefetcher(jobs.Samples(job), device, job.global_batch), job.global_batch
+    addresses = [batches.batch(range(n * size, (n + 1) * size)).inputs.data_ptr() for n in range(6)]
+    batches.close()
+    return addresses
+
+
+def gradient_addresses() -> list[int]:
+    """Return where gradients lie that are copied to the host, each dropped before the next."""
+    copies, addresses = GradientCopies(), list[int]()
+    for key in range(6):
+        gradient = torch.empty(2**20, device="cuda")
+        copies.start(key, gradient, torch.float32)
+        addresses.append(gradient.data_ptr())
+    return addresses
+
+
+@pytest.mark.parametrize("addresses", [batch_addresses, gradient_addresses])
+def test_memory_in_use_by_another_stream_is_not_reused(
+    addresses: Callable[[], list[int]], behind: Callable[..., Any]
+) -> None:
+    assert len({*behind(addresses)}) == 6
+
+
+def checkpoint_copy() -> tuple[Waits, int, int, int]:
+    """Copy a checkpoint's tensors to the host: waits, growth of the device's memory, copies to memory that is
+    not page-locked, and tensors.
+    """
     job = job_of(jobs.LLAMA, ("train.dtype=bfloat16",))
     with simulated_rank(job.layout, 0) as mesh:
         trainer = jobs.Trainer(job, mesh)
@@ -237,17 +298,17 @@ def checkpoint_copy() -> tuple[Waits, int, int]:
             TensorSource(name, dtype_name(x.dtype), tuple(x.shape), lambda x=x: x)
             for name, x in tensors.items()
         ]
-        before = torch.cuda.memory_allocated()
+        before, pageable = torch.cuda.memory_allocated(), SimulatedGpu().pageable()[1]
         with SETTING.synchronisations() as calls:
             HostCopy(mesh.device).copy({"rank": sources}, Event())
-        grown = torch.cuda.memory_allocated() - before
+        grown, pageable = torch.cuda.memory_allocated() - before, SimulatedGpu().pageable()[1] - pageable
         trainer.close()
-    return calls, grown, len(sources)
+    return calls, grown, pageable, len(sources)
 
 
 def test_a_checkpoint_is_copied_to_page_locked_memory_without_a_wait(on_gpu: Callable[..., Any]) -> None:
-    calls, grown, tensors = on_gpu(checkpoint_copy)
-    assert (calls, grown) == ([], 0)
+    calls, grown, pageable, tensors = on_gpu(checkpoint_copy)
+    assert (calls, grown, pageable) == ([], 0, 0)
     assert tensors > 20
 
 

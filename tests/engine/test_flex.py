@@ -210,7 +210,7 @@ def test_it_is_compiled_once_for_all_layers_and_documents(monkeypatch: pytest.Mo
         return lookup_backend("aot_eager")(graph, inputs)
 
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(flex, "BACKEND", backend)
+    monkeypatch.setattr(flex.compiler, "BACKEND", backend)
     monkeypatch.setattr(flex, "refusal", lambda *_, **__: None)
     flex._compiled.cache_clear()
     tensors = drawn(140, 2, 8)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from stretto.engine.compiler import BACKEND, one_thread
+from stretto.engine import compiler
 from stretto.engine.device import compute_capability
 from stretto.engine.documents import DocumentStarts
 from stretto.engine.kernels import NaiveAttention, ScoreOptions, add_sinks, sinks_gradient
@@ -144,8 +144,8 @@ def _compiled() -> Callable[..., Any]:
     from torch._dynamo import config  # takes seconds to import
 
     config.recompile_limit = max(config.recompile_limit, _GRAPHS)
-    one_thread(BACKEND)
-    return torch.compile(flex_attention, backend=BACKEND, fullgraph=True, dynamic=False)
+    compiler.one_thread(compiler.BACKEND)
+    return torch.compile(flex_attention, backend=compiler.BACKEND, fullgraph=True, dynamic=False)
 
 
 @lru_cache(maxsize=16)

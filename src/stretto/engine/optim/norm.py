@@ -87,19 +87,19 @@ def _square(parts: Sequence[tuple[ParameterFragment, ShardPlacement | None]]) ->
 
 
 @torch.no_grad()
-def finite(tensors: Sequence[Tensor]) -> bool:
+def finite(tensors: Sequence[Tensor]) -> Tensor:
     """True if all elements are finite, from their norms, in one memory-bound pass. Numbers above 1e19, whose
-    square overflows float32, count as infinite. The host waits for the device.
+    square overflows float32, count as infinite. The host waits for the device when it reads the result.
     """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for (dtype, _), gradients in alike.items():
+    flag = torch.tensor(True)
+    for (dtype, device), gradients in alike.items():
         norms = torch._foreach_norm(gradients, 2, torch.promote_types(dtype, torch.float32))
-        if not bool(torch.stack(norms).isfinite().all()):
-            return False
-    return True
+        flag = torch.stack(norms).isfinite().all() & moved(flag, device)
+    return flag
 
 
 def ratio(norm: float, largest: float | None, scale: float = 1.0) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stretto.engine.device import moved
 from stretto.recommender.optim.rules import Adagrad, LazyAdam, RowwiseAdagrad, Sgd, SplitSgd, TableRule
 from stretto.recommender.tables.exchange import exchange
 from stretto.recommender.tables.kernels.cpu import CompiledKernels
@@ -61,8 +62,8 @@ class RowMeanSquares:
             if pool.hashed:
                 shards = [(pool.shards[0].table, 0, len(rows))]
             else:
-                edges = torch.tensor([*pool.bases, pool.rows], device=rows.device)
-                cuts = torch.searchsorted(rows, edges).tolist()
+                edges = moved(torch.tensor([*pool.bases, pool.rows]), rows.device)
+                cuts = torch.bucketize(edges, rows).tolist()
                 shards = [(shard.table, cuts[i], cuts[i + 1]) for i, shard in enumerate(pool.shards)]
             for table, first, last in shards:
                 part = squares[first:last]
@@ -160,7 +161,7 @@ def update_rows(
             mean_square=mean_square,
         )
         return
-    bags = bags_of(offsets)
+    bags = bags_of(offsets, len(slots))
     rows = len(grouped.rows)
     # on a CPU, chunks of rows that fit in its cache
     chunk = _CHUNK_ROWS if grouped.rows.device.type == "cpu" and rows > _CHUNK_ROWS else rows

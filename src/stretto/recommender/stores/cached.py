@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.engine.device import current_stream, new_stream, on_accelerator, on_stream, recorded_event
+from stretto.engine.device import current_stream, moved, new_stream, on_accelerator, on_stream, recorded_event
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Place
 from stretto.recommender.stores.backing import FileRows, HostRows
@@ -211,7 +211,7 @@ class CachedStore:
             ready = None if self._side is None else recorded_event(current_stream(self._device))
             self._last = self._pool.submit(self._move, moves, self.tensors(), ready, self._last)
         # a hit may still be in flight
-        return FetchedRows(torch.from_numpy(slots).to(self._device), self._slots.batch, self._last)
+        return FetchedRows(moved(torch.from_numpy(slots), self._device), self._slots.batch, self._last)
 
     def release(self, fetched: FetchedRows) -> None:
         self._slots.release(fetched.batch)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import AllToAllOptions, ProcessGroup, Work
 
+from stretto.engine.device import moved
 from stretto.recommender.tables.jagged import VARYING, Bags
 from stretto.recommender.tables.shard_map import Pool, ShardMap
 
@@ -118,10 +119,13 @@ class Requests:
         self._rows_type = torch.int64 if group is None or shard_map.needs_int64 else torch.int32
         self._shards, self._world = len(shard_map.routes[rank]), shard_map.world
         self._device = device
-        header = [n for to in bags_to for bags in to for n in (bags.samples, len(bags.ids), bags.hot)]
+        header = torch.tensor(
+            [n for to in bags_to for bags in to for n in (bags.samples, len(bags.ids), bags.hot)],
+            dtype=torch.int64,
+        )
         self._header = exchange(
             group,
-            torch.tensor(header, dtype=torch.int64, device=device),
+            header if group is None else moved(header, device),
             [_FIELDS * len(to) for to in bags_to],
             [_FIELDS * self._shards] * self._world,
         )
@@ -218,16 +222,17 @@ class _BatchLayout:
         """Return the base to add to each row, or None; and the bags' offsets, or None if lengths vary."""
         if headers == self._headers:
             return self._layout
-        counts = [n for header in headers for n in header[1::_FIELDS]]
-        bases = torch.tensor(pool.bases * len(headers), device=device)
-        added = None
+        # repeated on the host, since a device could not tell it how many numbers there are
+        bags, counts, hot = (
+            torch.tensor([n for header in headers for n in header[field::_FIELDS]])
+            for field in range(_FIELDS)
+        )
+        added = offsets = None
         if len(pool.shards) > 1:
-            added = torch.repeat_interleave(bases, torch.tensor(counts, device=device))
-        offsets = None
-        hot = [n for header in headers for n in header[2::_FIELDS]]
+            bases = torch.tensor(pool.bases * len(headers))
+            added = moved(torch.repeat_interleave(bases, counts), device)
         if VARYING not in hot:
-            bags = torch.tensor([n for header in headers for n in header[0::_FIELDS]], device=device)
-            lengths = torch.repeat_interleave(torch.tensor(hot, device=device), bags)
+            lengths = moved(torch.repeat_interleave(hot, bags), device)
             offsets = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
         self._headers, self._layout = headers, (added, offsets)
         return self._layout

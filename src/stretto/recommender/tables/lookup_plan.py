@@ -72,7 +72,7 @@ class LookupPlan:
         """Return the gradient of `gather`'s result from that of the pooled vectors."""
         if self.inverse is None:
             return gradient
-        grouped = kernels.group(self.inverse)
+        grouped = kernels.group(self.inverse, self.unique_rows)
         return kernels.segment_sum(gradient, self.bags.offsets, grouped, self.bags.scale)
 
 
@@ -106,7 +106,7 @@ def plan_rows(
         inverse = torch.arange(len(rows), device=rows.device) if inverse is None else inverse
         singles = [_singles(rows)] * parts
     else:
-        one_bag = torch.tensor([0, len(rows)], device=rows.device)
+        one_bag = torch.arange(2, device=rows.device) * len(rows)
         divided = _divide(rows, one_bag, parts, hashed, kernels)
         position = torch.empty_like(divided.order)
         position[divided.order] = torch.arange(len(rows), device=rows.device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from stretto.engine.device import moved
 from stretto.engine.parallel.collectives import start_gather_into
 from stretto.recommender.stores.store import FetchedRows
 from stretto.recommender.tables.jagged import Bags
@@ -137,7 +138,7 @@ class ReplicatedLookups:
             self._grouped = local.kernels.group(self._rows)
             if group is not None:
                 sizes = [len(self._grouped.rows), len(self._rows), len(self._lengths)]
-                counts = torch.tensor([*sizes, self._scale is not None], device=self._rows.device)
+                counts = moved(torch.tensor([*sizes, self._scale is not None]), self._rows.device)
                 self._counts = counts.new_empty(group.size() * len(counts))
                 self._counting = start_gather_into(self._counts, counts, group)
 

@@ -25,7 +25,7 @@ from stretto.recommender.tables.ids import quotient
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.initial import initial_rows
 from stretto.recommender.tables.jagged import Bags, Jagged, split_features
-from stretto.recommender.tables.kernels.plain import Kernels
+from stretto.recommender.tables.kernels.plain import Kernels, bags_of
 from stretto.recommender.tables.lookup_plan import LookupPlan, LookupPlanner, plan_pooled, plan_rows
 from stretto.recommender.tables.pools import LocalPool, LocalShard, PoolLookups
 from stretto.recommender.tables.replicated import ReplicatedLookups
@@ -242,7 +242,7 @@ class TableBatch:
             if feature.vectors is None:
                 gathered.append(self._plan_of(feature.tables[0]).unpool(of_sums, tables.kernels))
             else:
-                bags = torch.repeat_interleave(torch.diff(feature.bags.offsets))
+                bags = bags_of(feature.bags.offsets, len(feature.bags.ids))
                 of_products = of_sums.index_select(0, bags)
                 if feature.bags.scale is not None:
                     of_products = of_products * feature.bags.scale.unsqueeze(1)

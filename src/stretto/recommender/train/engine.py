@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import AllreduceOptions, ProcessGroup, Work
 
+from stretto.engine.device import moved
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.norm import finite
 from stretto.engine.optim.states import prepare, state_tensors
@@ -29,7 +30,6 @@ from stretto.recommender.models.dlrm import DenseNet, initialise_dense
 from stretto.recommender.optim.rules import build_rule, options_of
 from stretto.recommender.optim.updater import PoolGradient, TableUpdater, gradients_by_shard
 from stretto.recommender.placement import Placements, TableSpec
-from stretto.recommender.tables.jagged import Jagged
 from stretto.recommender.tables.kernels.cpu import kernels_for
 from stretto.recommender.tables.pools import LocalShard
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
@@ -213,7 +213,7 @@ class Recommender:
         self.dense = DenseReplica(self.net, config.dense_optimiser(), groups[2])
         self._updater = TableUpdater(self.tables, rule, groups[1])
         self._pending: tuple[ClickBatch, TableBatch] | None = None  # of the next step
-        self._sent_finite = True  # the gradients of the lookups of the last step
+        self._sent_finite = torch.tensor(True)  # the gradients of the lookups of the last step
         self._following: tuple[ClickBatch, TableBatch] | None = None
         # of the step in progress: its lookups, and the tables' gradients if they are summed before the update
         self._lookups: TableBatch | None = None
@@ -237,26 +237,26 @@ class Recommender:
             This rank's share of the loss: the sum over ranks is the mean over the global batch.
         """
         lookups, overlap = self._table_batch(batch), self.config.tables.overlap
-        batch = self._to_device(batch)
+        device = self.tables.device
+        dense, labels = moved(batch.dense, device).to(self.tables.dtype), moved(batch.labels, device)
         if self.tables.hashed:
             self.tables.evict(self.updates)
         lookups.send_rows()
         lookups.fetch()
         coming = None
         if following is not None and overlap:
-            coming = self.tables.begin(self._to_device(following).ids, step=self.updates + 1)
+            coming = self.tables.begin(following.ids.to(device), step=self.updates + 1)
         self.dense.clear()
         lookups.answer()
-        x = self.net.bottom(batch.dense) if overlap else None
+        x = self.net.bottom(dense) if overlap else None
         vectors = lookups.vectors().requires_grad_()
         if self.record:
             self.looked_up = vectors.detach().clone()
-        x = self.net.bottom(batch.dense) if x is None else x
+        x = self.net.bottom(dense) if x is None else x
         if coming is not None:
             coming.send_rows()
         logits = self.net.score(x, vectors)
-        labels = batch.labels.to(logits.dtype)
-        loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        loss = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum")
         loss = loss / self.config.batch.global_size
         if coming is not None and not self.tables.hashed:
             coming.fetch()
@@ -323,7 +323,7 @@ class Recommender:
             if pending[0] is batch:
                 return pending[1]
             pending[1].drop()
-        return self.tables.begin(self._to_device(batch).ids, step=self.updates)
+        return self.tables.begin(batch.ids.to(self.tables.device), step=self.updates)
 
     def _on_vector_gradient(self, lookups: TableBatch, vectors: Tensor) -> None:
         """Run during the backward pass, before that of the bottom network."""
@@ -333,19 +333,33 @@ class Recommender:
         vectors.grad = None
         self.dense.above.reduce()
 
+    def _checked_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients of the rows that this rank stores, if they may have overflowed on the way, and those
+        of the dense networks.
+        """
+        assert self._lookups is not None, "no step is under way"
+        narrow = self.config.tables.wire == "float16"
+        rows = [each.gradient for each in self._lookups.lookups if narrow and each.gradient is not None]
+        return rows, [p.grad for p in self.net.parameters() if p.grad is not None]
+
+    def finite_gradients(self) -> Tensor:
+        """True if `bad_gradient` is None; on the device, so that the host need not wait for it."""
+        return self._sent_finite & finite(
+            [tensor for tensors in self._checked_gradients() for tensor in tensors]
+        )
+
     def bad_gradient(self) -> str | None:
         """The first gradient of this rank that is not finite, or None: of what it looked up, of the rows that
         it stores, if they may have overflowed on the way, or of the dense networks.
         """
-        assert self._lookups is not None, "no step is under way"
+        rows, dense = self._checked_gradients()
         if not self._sent_finite:
             return "of the rows looked up"
-        arrived = [each.gradient for each in self._lookups.lookups if each.gradient is not None]
-        if self.config.tables.wire == "float16" and not finite(arrived):
+        if not finite(rows):
             return "of the rows stored"
-        named = {name: p for name, p in self.net.named_parameters() if p.grad is not None}
-        if finite([p.grad for p in named.values() if p.grad is not None]):
+        if finite(dense):
             return None
+        named = {name: p for name, p in self.net.named_parameters() if p.grad is not None}
         spoiled = {id(p) for bucket in (self.dense.above, self.dense.bottom) for p in bucket.own_bad()}
         if bad := [name for name, p in named.items() if id(p) in spoiled]:
             return f"of {bad[-1]}"  # where the backward begins
@@ -356,22 +370,15 @@ class Recommender:
     @torch.no_grad()
     def predict(self, batch: ClickBatch) -> Tensor:
         """Logits [samples] of this rank's samples. Collective, also for ranks without samples."""
-        batch = self._to_device(batch)
-        lookups = self.tables.begin(batch.ids, train=False, step=self.updates)
+        device = self.tables.device
+        lookups = self.tables.begin(batch.ids.to(device), train=False, step=self.updates)
         lookups.send_rows()
         lookups.fetch()
         lookups.answer()
-        logits = self.net.score(self.net.bottom(batch.dense), lookups.vectors())
+        dense = moved(batch.dense, device).to(self.tables.dtype)
+        logits = self.net.score(self.net.bottom(dense), lookups.vectors())
         lookups.release()
         return logits
-
-    def _to_device(self, batch: ClickBatch) -> ClickBatch:
-        """The batch on the device, its dense features in the networks' dtype."""
-        ids, device = batch.ids, self.tables.device
-        if ids.ids.device.type != device.type:
-            weights = None if ids.weights is None else ids.weights.to(device)
-            ids = Jagged(ids.ids.to(device), ids.lengths.to(device), weights, ids.hot)
-        return ClickBatch(batch.dense.to(device, self.tables.dtype), ids, batch.labels.to(device))
 
     def forget_next(self) -> None:
         """Abandon the lookups of the next step that were begun. Collective."""

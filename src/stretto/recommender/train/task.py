@@ -123,12 +123,11 @@ class RecommenderTask:
         PROGRESS.mark(_COMPUTING)
         loss = self.recommender.forward_backward(*batch)
         self._norm = self.recommender.gradient_norm()
-        bad_norm = self._norm is None or not isfinite(self._norm)
-        is_finite = bool(loss.isfinite())
+        unknown = self._norm is None or not isfinite(self._norm)
         return StepReport(
-            loss=float(loss) if is_finite else 0.0,
-            bad_microbatch=0.0 if is_finite else 1.0,
-            overflow=bad_norm and self.recommender.bad_gradient() is not None,
+            loss=torch.where(loss.isfinite(), loss, 0.0),
+            bad_microbatch=~loss.isfinite(),
+            overflow=~self.recommender.finite_gradients() if unknown else False,
         )
 
     def statistics(self) -> dict[str, Tensor]:

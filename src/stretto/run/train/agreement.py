@@ -19,7 +19,7 @@ class StepReport:
     # one more than the number of the first microbatch whose loss is not finite; 0 if all are
     bad_microbatch: float | Tensor = 0.0
     bad_weights: bool = False  # the step left weights that are not finite
-    overflow: bool = False  # a gradient is not finite, or an update within the step was skipped
+    overflow: bool | Tensor = False  # a gradient is not finite, or an update within the step was skipped
     memory_changed: float | Tensor = 0.0  # tensors that are not as the last update left them
     stop: bool = False  # the rank was asked to stop
     end: bool = False  # a hook has asked to end the run

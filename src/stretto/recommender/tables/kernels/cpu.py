@@ -63,7 +63,7 @@ class CompiledKernels(Kernels):
         loops.in_parts(part, bags, _PARALLEL)
         return out
 
-    def group(self, rows: Tensor) -> Grouped:
+    def group(self, rows: Tensor, unique: int | None = None) -> Grouped:
         """See `Kernels.group`; a radix sort."""
         if not len(rows) or len(rows) >= _SORT_LIMIT:
             return super().group(rows)

@@ -73,13 +73,20 @@ class Kernels:
             rows, weight, offsets, mode="sum", per_sample_weights=scale, include_last_offset=True
         )
 
-    def group(self, rows: Tensor) -> Grouped:
-        """Group the lookups of `rows` [n] by row."""
+    def group(self, rows: Tensor, unique: int | None = None) -> Grouped:
+        """Group the lookups of `rows` [n] by row.
+
+        Args:
+            unique: if all of 0 to unique - 1 and no others are looked up: then no host waits for a device.
+        """
         ordered, order = torch.sort(rows, stable=True)
-        unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-        starts = torch.zeros(len(unique) + 1, dtype=torch.int64, device=rows.device)
+        if unique is not None:
+            edges = torch.arange(unique + 1, device=rows.device)
+            return Grouped(edges[:-1], order, torch.searchsorted(ordered, edges))
+        found, counts = torch.unique_consecutive(ordered, return_counts=True)
+        starts = torch.zeros(len(found) + 1, dtype=torch.int64, device=rows.device)
         torch.cumsum(counts, 0, out=starts[1:])
-        return Grouped(unique, order, starts)
+        return Grouped(found, order, starts)
 
     def segment_sum(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
@@ -90,7 +97,7 @@ class Kernels:
             gradient: [bags, width], gradient of the sums that `lookup` returned.
             offsets, scale: as passed to `lookup`.
         """
-        return sum_by_row(gradient, bags_of(offsets), grouped, scale)
+        return sum_by_row(gradient, bags_of(offsets, len(grouped.order)), grouped, scale)
 
     def squares(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
@@ -113,9 +120,9 @@ def widened(gradient: Tensor) -> Tensor:
     return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
 
 
-def bags_of(offsets: Tensor) -> Tensor:
-    """Return the bag of each lookup [n]."""
-    return torch.repeat_interleave(torch.diff(offsets))
+def bags_of(offsets: Tensor, lookups: int) -> Tensor:
+    """Return the bag of each lookup [n]; with their number, no host waits for a device."""
+    return torch.repeat_interleave(torch.diff(offsets), output_size=lookups)
 
 
 def sum_by_row(gradient: Tensor, bags: Tensor, grouped: Grouped, scale: Tensor | None) -> Tensor:
@@ -133,6 +140,6 @@ def sum_by_row(gradient: Tensor, bags: Tensor, grouped: Grouped, scale: Tensor |
 def divide_by(shard: Tensor, local_rows: Tensor, offsets: Tensor, parts: int) -> Divided:
     """As `Kernels.divide`, by the shard [n] of each lookup and its row [n] within that shard."""
     order, bags = torch.argsort(shard, stable=True), len(offsets) - 1
-    cells = shard * bags + bags_of(offsets)
-    lengths = torch.bincount(cells, minlength=parts * bags).view(parts, bags)
-    return Divided(order, local_rows[order], lengths)
+    cells = shard * bags + bags_of(offsets, len(shard))
+    lengths = cells.new_zeros(parts * bags).scatter_add_(0, cells, torch.ones_like(cells))
+    return Divided(order, local_rows[order], lengths.view(parts, bags))

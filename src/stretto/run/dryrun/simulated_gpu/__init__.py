@@ -72,6 +72,12 @@ class SimulatedGpu:
         self._driver.simulated_counts(ctypes.byref(counts))
         return counts
 
+    def pageable(self) -> tuple[int, int]:
+        """Return the copies to the device from memory that is not page-locked so far, and the other way."""
+        copies = (ctypes.c_uint64 * 2)()
+        self._driver.simulated_pageable(copies)
+        return copies[0], copies[1]
+
     def kernels(self) -> dict[str, int]:
         """Return the launches of each kernel so far, by its mangled name."""
         with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:

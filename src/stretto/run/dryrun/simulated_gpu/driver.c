@@ -68,6 +68,7 @@ __attribute__((constructor)) static void read_environment(void) {
 
 static size_t used; /* bytes of granules handed out */
 static uint64_t launches, graph_launches, products, copies_to_host, waits, messages;
+static uint64_t pageable[2]; /* copies to the device from memory that is not page-locked, and the other way */
 
 void simulated_configure(size_t total, size_t context, int behind) {
     if (total)
@@ -82,6 +83,8 @@ void simulated_counts(uint64_t counts[6]) {
     uint64_t now[6] = {launches, graph_launches, products, copies_to_host, waits, messages};
     memcpy(counts, now, sizeof now);
 }
+
+void simulated_pageable(uint64_t copies[2]) { memcpy(copies, pageable, sizeof pageable); }
 
 /* ---- Memory: ranges of addresses, each device memory, page-locked host memory or reserved addresses */
 
@@ -136,11 +139,12 @@ static void *reserve_addresses(size_t size) { /* begins at a granule, as large a
     return begin;
 }
 
-static bool on_device(const void *address) {
+static int kind_of(const void *address) { /* -1: memory of the host that is not page-locked */
     pthread_mutex_lock(&mutex);
     struct range *range = find_range(address);
+    int kind = range ? range->kind : -1;
     pthread_mutex_unlock(&mutex);
-    return range && range->kind == ON_DEVICE;
+    return kind;
 }
 
 /* ---- Streams, events and capture */
@@ -475,14 +479,11 @@ cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
     return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *address) {
-    pthread_mutex_lock(&mutex);
-    struct range *range = find_range(address);
-    int kind = range ? range->kind : -1;
-    pthread_mutex_unlock(&mutex);
+    int kind = kind_of(address);
     memset(attributes, 0, sizeof *attributes);
-    attributes->device = range ? current : cudaInvalidDeviceId;
-    attributes->type = !range ? cudaMemoryTypeUnregistered : kind == ON_DEVICE ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
-    attributes->devicePointer = range ? (void *)address : NULL;
+    attributes->device = kind == -1 ? cudaInvalidDeviceId : current;
+    attributes->type = kind == -1 ? cudaMemoryTypeUnregistered : kind == ON_DEVICE ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
+    attributes->devicePointer = kind == -1 ? NULL : (void *)address;
     attributes->hostPointer = kind == ON_DEVICE ? NULL : (void *)address;
     return cudaSuccess;
 }
@@ -505,12 +506,17 @@ static void write_host(void *to, size_t size) {
 }
 
 static void copy(void *to, const void *from, size_t size) {
-    if (!size || on_device(to))
+    if (!size)
         return;
-    if (on_device(from))
+    int target = kind_of(to), source = kind_of(from);
+    if (target == ON_DEVICE) {
+        pageable[0] += source == -1;
+    } else if (source == ON_DEVICE) {
+        pageable[1] += target == -1;
         write_host(to, size);
-    else
+    } else {
         memmove(to, from, size);
+    }
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
