@@ -17,6 +17,8 @@ import torch.nn.functional as F
 
 from stretto.engine.models.build import build
 from stretto.engine.models.weights import initialise
+from stretto.planner.memory.job import memory_of
+from stretto.planner.memory.ranks import rank_memory
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -56,7 +58,9 @@ def test_full_sizes_are_legal_jobs(tmp_path: Path) -> None:
     full = Setting(torch.device("cuda"), False, tmp_path)
     for model in jobs.MODELS.values():
         for overrides in ((), jobs.fastest(full, model.section)):
-            assert jobs.legal(model.config(full, *overrides)).microbatches == model.microbatches
+            job = jobs.legal(model.config(full, *overrides))
+            assert job.microbatches == model.microbatches
+            assert rank_memory(memory_of(job))[0].total < 130 * 2**30, "of an H200's 131.3 GiB"
     for trick in jobs.known_tricks():
         for value in (trick.value, trick.without):
             jobs.legal(jobs.MODELS["llama-1b"].config(full, f"{trick.field}={value}"))

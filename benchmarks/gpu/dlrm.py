@@ -141,7 +141,8 @@ def stretto(size: Size, data: list[Raw], setting: Setting, *, overlap: bool) -> 
         },
     )
     specs = config.table_specs()
-    made = Recommender(config, specs, uniform(specs, "table", 1, None), setting.device)
+    # tables of zeros: initial values of 20 GiB, computed on the host, would take minutes
+    made = Recommender(config, specs, uniform(specs, "table", 1, None), setting.device, fresh=False)
     turn = itertools.cycle(ClickBatch(n, Jagged.fixed(list(ids[..., None])), y) for n, ids, y in data)
     coming = next(turn)
 

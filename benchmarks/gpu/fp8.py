@@ -46,7 +46,7 @@ def losses(setting: Setting) -> dict[str, Any]:
 
 def steps(setting: Setting) -> int:
     """Of a run."""
-    return 3 if setting.tiny else STEPS
+    return 3 if setting.tiny or setting.simulated else STEPS
 
 
 def configured(words: tuple[str, ...], setting: Setting) -> TrainConfig:

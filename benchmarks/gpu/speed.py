@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpu.jobs import MODELS, Model, Samples, fastest, known_tricks, legal, trainer
+from gpu.jobs import GRAPHS, MODELS, Model, Samples, fastest, known_tricks, legal, trainer
 from gpu.plain import PlainStep
 from gpu.setting import Setting
 from stretto.engine.device import model_name
@@ -184,7 +184,7 @@ def model_race(name: str, setting: Setting) -> dict[str, Any]:
     that, in fewer steps.
     """
     model = MODELS[name]
-    fast = fastest(setting, model.section)
+    fast = tuple(w for w in fastest(setting, model.section) if model.graphs or not w.startswith(GRAPHS))
     contestants: dict[str, Callable[[], dict[str, Any]]] = {
         " ".join((STRETTO, *fast)): lambda: run_stretto(model, setting, *fast),
         PLAIN: lambda: run_plain(model, setting),
