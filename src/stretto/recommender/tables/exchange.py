@@ -119,10 +119,8 @@ class Requests:
         self._rows_type = torch.int64 if group is None or shard_map.needs_int64 else torch.int32
         self._shards, self._world = len(shard_map.routes[rank]), shard_map.world
         self._device = device
-        header = torch.tensor(
-            [n for to in bags_to for bags in to for n in (bags.samples, len(bags.ids), bags.hot)],
-            dtype=torch.int64,
-        )
+        numbers = [n for to in bags_to for bags in to for n in (bags.samples, len(bags.ids), bags.hot)]
+        header = torch.tensor(numbers, dtype=torch.int64)
         self._header = exchange(
             group,
             header if group is None else moved(header, device),
@@ -223,10 +221,8 @@ class _BatchLayout:
         if headers == self._headers:
             return self._layout
         # repeated on the host, since a device could not tell it how many numbers there are
-        bags, counts, hot = (
-            torch.tensor([n for header in headers for n in header[field::_FIELDS]])
-            for field in range(_FIELDS)
-        )
+        fields = ([n for header in headers for n in header[at::_FIELDS]] for at in range(_FIELDS))
+        bags, counts, hot = map(torch.tensor, fields)
         added = offsets = None
         if len(pool.shards) > 1:
             bases = torch.tensor(pool.bases * len(headers))

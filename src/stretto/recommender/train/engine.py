@@ -213,7 +213,8 @@ class Recommender:
         self.dense = DenseReplica(self.net, config.dense_optimiser(), groups[2])
         self._updater = TableUpdater(self.tables, rule, groups[1])
         self._pending: tuple[ClickBatch, TableBatch] | None = None  # of the next step
-        self._sent_finite = torch.tensor(True)  # the gradients of the lookups of the last step
+        # of the last step: the gradients of its lookups, and of the rows that this rank stores
+        self._sent_finite = self._stored_finite = torch.tensor(True)
         self._following: tuple[ClickBatch, TableBatch] | None = None
         # of the step in progress: its lookups, and the tables' gradients if they are summed before the update
         self._lookups: TableBatch | None = None
@@ -333,32 +334,24 @@ class Recommender:
         vectors.grad = None
         self.dense.above.reduce()
 
-    def _checked_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients of the rows that this rank stores, if they may have overflowed on the way, and those
-        of the dense networks.
-        """
-        assert self._lookups is not None, "no step is under way"
-        narrow = self.config.tables.wire == "float16"
-        rows = [each.gradient for each in self._lookups.lookups if narrow and each.gradient is not None]
-        return rows, [p.grad for p in self.net.parameters() if p.grad is not None]
-
     def finite_gradients(self) -> Tensor:
         """True if `bad_gradient` is None; on the device, so that the host need not wait for it."""
-        return self._sent_finite & finite(
-            [tensor for tensors in self._checked_gradients() for tensor in tensors]
-        )
+        assert self._lookups is not None, "no step is under way"
+        arrived = self._lookups.lookups if self.config.tables.wire == "float16" else []
+        self._stored_finite = finite([each.gradient for each in arrived if each.gradient is not None])
+        dense = finite([p.grad for p in self.net.parameters() if p.grad is not None])
+        return self._sent_finite & self._stored_finite & dense
 
     def bad_gradient(self) -> str | None:
         """The first gradient of this rank that is not finite, or None: of what it looked up, of the rows that
         it stores, if they may have overflowed on the way, or of the dense networks.
         """
-        rows, dense = self._checked_gradients()
+        if self.finite_gradients():
+            return None
         if not self._sent_finite:
             return "of the rows looked up"
-        if not finite(rows):
+        if not self._stored_finite:
             return "of the rows stored"
-        if finite(dense):
-            return None
         named = {name: p for name, p in self.net.named_parameters() if p.grad is not None}
         spoiled = {id(p) for bucket in (self.dense.above, self.dense.bottom) for p in bucket.own_bad()}
         if bad := [name for name, p in named.items() if id(p) in spoiled]:

@@ -74,19 +74,16 @@ class Kernels:
         )
 
     def group(self, rows: Tensor, unique: int | None = None) -> Grouped:
-        """Group the lookups of `rows` [n] by row.
-
-        Args:
-            unique: if all of 0 to unique - 1 and no others are looked up: then no host waits for a device.
-        """
+        """Group the lookups of `rows` [n] by row; by `unique` if they are all of 0 to unique - 1, so that no
+        host waits for their number."""
         ordered, order = torch.sort(rows, stable=True)
         if unique is not None:
             edges = torch.arange(unique + 1, device=rows.device)
             return Grouped(edges[:-1], order, torch.searchsorted(ordered, edges))
-        found, counts = torch.unique_consecutive(ordered, return_counts=True)
-        starts = torch.zeros(len(found) + 1, dtype=torch.int64, device=rows.device)
+        different, counts = torch.unique_consecutive(ordered, return_counts=True)
+        starts = torch.zeros(len(different) + 1, dtype=torch.int64, device=rows.device)
         torch.cumsum(counts, 0, out=starts[1:])
-        return Grouped(found, order, starts)
+        return Grouped(different, order, starts)
 
     def segment_sum(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
