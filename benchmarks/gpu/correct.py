@@ -276,9 +276,9 @@ def own_library(setting: Setting) -> dict[str, Any]:
     cases = [case for case in CASES if case.name in ("gpt", "llama", "experts")]
     runs = [(case.section, ("train.dtype=float64", *case.words)) for case in cases]
     rows = list[dict[str, Any]]()
-    for case, made in zip(cases, run_ranks(1, on_rank, setting, runs, backend)[0], strict=True):
-        expected = made if setting.simulated else references.of(case)
-        error = worst(made["losses"], expected["losses"])
+    for case, results in zip(cases, run_ranks(1, on_rank, setting, runs, backend)[0], strict=True):
+        expected = results if setting.simulated else references.of(case)
+        error = worst(results["losses"], expected["losses"])
         rows.append({"case": case.name, "loss_error": error, "right": error <= TOLERANCES["float64"][0]})
     return {"backend": backend, "rows": rows, "right": sum(row["right"] for row in rows), "of": len(rows)}
 
@@ -301,5 +301,5 @@ def several_ranks(setting: Setting) -> dict[str, Any]:
             failed.append({"case": f"all of {world} ranks", "dtype": "-", "right": False, "error": error})
             continue
         computed |= zip([(case.name, dtype) for case, dtype in these], results, strict=True)
-    found = check_all(setting, split, dtypes, computed)
-    return {**found, "rows": found["rows"] + failed, "of": found["of"] + len(failed)}
+    report = check_all(setting, split, dtypes, computed)
+    return {**report, "rows": report["rows"] + failed, "of": report["of"] + len(failed)}

@@ -96,31 +96,31 @@ def even_lookups() -> Generator[None]:
         torch.bucketize,
     )
 
-    def asked(self: Any, **given: Any) -> None:
-        ask(self, **given)
-        if given["group"] is not None:
-            own = given["bags_to"][given["rank"]]
-            header = [n for bags in own for n in (bags.samples, len(bags.ids), bags.hot)]
-            self._header = Answer(self._header.wait(), header * given["shard_map"].world)
+    def send_requests(self: Any, **arguments: Any) -> None:
+        ask(self, **arguments)
+        if arguments["group"] is not None:
+            bags_here = arguments["bags_to"][arguments["rank"]]
+            header = [n for bags in bags_here for n in (bags.samples, len(bags.ids), bags.hot)]
+            self._header = Answer(self._header.wait(), header * arguments["shard_map"].world)
 
-    def copied(self: Any, *given: Any) -> None:
-        copy(self, *given)
+    def copied(self: Any, *arguments: Any) -> None:
+        copy(self, *arguments)
         if self._counting is not None:
             sizes = (len(self._grouped.rows), len(self._rows), len(self._lengths), self._scale is not None)
             self._counting.wait()
-            self._counts = Answer(self._counts, [[int(n)] * given[2].size() for n in sizes])
+            self._counts = Answer(self._counts, [[int(n)] * arguments[2].size() for n in sizes])
 
     def divided(shard: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, parts: int) -> Divided:
-        made, bags = divide(shard, rows, offsets, parts), len(offsets) - 1
+        division, bags = divide(shard, rows, offsets, parts), len(offsets) - 1
         each = [len(rows) // parts + (part < len(rows) % parts) for part in range(parts)]
-        lengths: Any = Answer(made.lengths, [[n, *[0] * (bags - 1)] for n in each])
-        return replace(made, lengths=lengths)
+        lengths: Any = Answer(division.lengths, [[n, *[0] * (bags - 1)] for n in each])
+        return replace(division, lengths=lengths)
 
     def searched(edges: torch.Tensor, rows: torch.Tensor) -> Any:
         return Answer(search(edges, rows), [len(rows) * at // (len(edges) - 1) for at in range(len(edges))])
 
     with (
-        patch.object(Requests, "__init__", asked),
+        patch.object(Requests, "__init__", send_requests),
         patch.object(ReplicatedLookups, "__init__", copied),
         patch.object(plain, "divide_by", divided),
         patch.object(lookup_plan, "divide_by", divided),
@@ -168,10 +168,10 @@ def stepped(job: Job, ranks: int, rank: int) -> tuple[dict[str, int], dict[str, 
 
 # of what the host reads: the numbers that ranks agree on, how many rows are asked for, how many differ, and
 # which rows are not in a cache
-AGREED, ASKED, DIFFERENT, CACHED = "agreement", "sizes", "rows", "cache"
+AGREED, SIZES, DIFFERENT, CACHED = "agreement", "sizes", "rows", "cache"
 NAMES = {
     "run/train/agreement.py": AGREED,
-    __file__: ASKED,
+    __file__: SIZES,
     str(torch.functional.__file__): DIFFERENT,
     "recommender/stores/cached.py": CACHED,
 }
@@ -180,22 +180,22 @@ VARIED = Job("adagrad", hot=None, weighted=True, pooling="mean", dtype="float32"
 CASES: dict[str, tuple[Job, int, dict[str, int]]] = {
     "one rank": (Job(dtype="float32"), 1, {DIFFERENT: 1}),
     "one rank, weighted means": (VARIED, 1, {DIFFERENT: 1}),
-    "by table": (Job(splits=("table",), dtype="float32"), 2, {ASKED: 1, DIFFERENT: 6}),
-    "by column": (Job(splits=("column",), dtype="float32"), 2, {ASKED: 2, DIFFERENT: 6}),
-    "by row": (Job(splits=("row",), dtype="float32"), 2, {ASKED: 6, DIFFERENT: 6}),
-    "copied": (Job(splits=("data",), dtype="float32"), 2, {ASKED: 1, DIFFERENT: 2}),
-    "mixed": (replace(VARIED, rule="lazy_adam", splits=MIX), 4, {ASKED: 4, DIFFERENT: 8}),
+    "by table": (Job(splits=("table",), dtype="float32"), 2, {SIZES: 1, DIFFERENT: 6}),
+    "by column": (Job(splits=("column",), dtype="float32"), 2, {SIZES: 2, DIFFERENT: 6}),
+    "by row": (Job(splits=("row",), dtype="float32"), 2, {SIZES: 6, DIFFERENT: 6}),
+    "copied": (Job(splits=("data",), dtype="float32"), 2, {SIZES: 1, DIFFERENT: 2}),
+    "mixed": (replace(VARIED, rule="lazy_adam", splits=MIX), 4, {SIZES: 4, DIFFERENT: 8}),
     "products": (
         replace(VARIED, rule="rowwise_adagrad", splits=MIX, ids="quotient-remainder"),
         2,
-        {ASKED: 5, DIFFERENT: 6},
+        {SIZES: 5, DIFFERENT: 6},
     ),
     "split rows, 16 bits on the wire": (
         Job("split_sgd", MIX, dtype="float32", wire="bfloat16"),
         2,
-        {ASKED: 4, DIFFERENT: 8},
+        {SIZES: 4, DIFFERENT: 8},
     ),
-    "cached": (replace(VARIED, splits=MIX, place="cpu"), 2, {ASKED: 4, DIFFERENT: 10, CACHED: 3}),
+    "cached": (replace(VARIED, splits=MIX, place="cpu"), 2, {SIZES: 4, DIFFERENT: 10, CACHED: 3}),
 }
 
 

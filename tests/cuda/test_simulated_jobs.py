@@ -230,9 +230,9 @@ def test_a_step_of_packed_documents(model: str, on_gpu: Callable[..., Any]) -> N
     assert on_gpu(packed, MODELS[model])[0] == [AGREEMENT]
 
 
-def pageable_copies(words: Sequence[str]) -> tuple[int, int]:
+def pageable_copies(overrides: Sequence[str]) -> tuple[int, int]:
     """Return a step's copies to the device from memory that is not page-locked, and those from it."""
-    job = job_of(jobs.LLAMA, words)
+    job = job_of(jobs.LLAMA, overrides)
     with simulated_rank(job.layout, 0) as mesh:
         trainer = jobs.Trainer(job, mesh)
         trainer.step()
@@ -243,12 +243,12 @@ def pageable_copies(words: Sequence[str]) -> tuple[int, int]:
     return after[0] - before[0], after[1] - before[1]
 
 
-@pytest.mark.parametrize("words", [(), ("dp.offload=cpu",), ("dp.offload=cpu", "optim.clip=null")])
+@pytest.mark.parametrize("overrides", [(), ("dp.offload=cpu",), ("dp.offload=cpu", "optim.clip=null")])
 def test_batches_and_gradients_are_copied_from_page_locked_memory(
-    words: Sequence[str], on_gpu: Callable[..., Any]
+    overrides: Sequence[str], on_gpu: Callable[..., Any]
 ) -> None:
     """The others are of a few numbers: what ranks agree on, and tokens and weights of the loss."""
-    assert on_gpu(pageable_copies, ("train.dtype=bfloat16", *words)) == (3, 1)
+    assert on_gpu(pageable_copies, ("train.dtype=bfloat16", *overrides)) == (3, 1)
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,15 @@ class Jagged:
         lengths: [features, samples] int64, number of ids of each.
         weights: [n], per-sample weight of each id in its sum; None if all are 1.
         hot: number of ids per sample of each feature; None if it varies. With it, `lengths` need not be read.
-        totals: number of ids of each feature; None: the sums of `lengths`.
     """
 
     ids: Tensor
     lengths: Tensor
     weights: Tensor | None = None
     hot: tuple[int, ...] | None = None
-    totals: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self._counts: list[int] | None = None
 
     @classmethod
     def fixed(cls, ids: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Jagged:
@@ -50,12 +51,14 @@ class Jagged:
         """The number of ids of each feature."""
         if self.hot is not None:
             return [hot * self.samples for hot in self.hot]
-        return self.lengths.sum(1).tolist() if self.totals is None else self.totals
+        return self.lengths.sum(1).tolist() if self._counts is None else self._counts
 
     def to(self, device: torch.device) -> Jagged:
         """The ids on the device, for which the host does not wait."""
         weights = None if self.weights is None else moved(self.weights, device)
-        return Jagged(moved(self.ids, device), moved(self.lengths, device), weights, self.hot, self.counts())
+        copy = Jagged(moved(self.ids, device), moved(self.lengths, device), weights, self.hot)
+        copy._counts = self.counts()  # the host need not ask the device
+        return copy
 
     def part(self, start: int, stop: int) -> Jagged:
         """Samples [start, stop)."""

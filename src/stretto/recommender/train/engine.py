@@ -213,7 +213,6 @@ class Recommender:
         self.dense = DenseReplica(self.net, config.dense_optimiser(), groups[2])
         self._updater = TableUpdater(self.tables, rule, groups[1])
         self._pending: tuple[ClickBatch, TableBatch] | None = None  # of the next step
-        # of the last step: the gradients of its lookups, and of the rows that this rank stores
         self._sent_finite = self._stored_finite = torch.tensor(True)
         self._following: tuple[ClickBatch, TableBatch] | None = None
         # of the step in progress: its lookups, and the tables' gradients if they are summed before the update
@@ -363,12 +362,11 @@ class Recommender:
     @torch.no_grad()
     def predict(self, batch: ClickBatch) -> Tensor:
         """Logits [samples] of this rank's samples. Collective, also for ranks without samples."""
-        device = self.tables.device
-        lookups = self.tables.begin(batch.ids.to(device), train=False, step=self.updates)
+        lookups = self.tables.begin(batch.ids.to(self.tables.device), train=False, step=self.updates)
         lookups.send_rows()
         lookups.fetch()
         lookups.answer()
-        dense = moved(batch.dense, device).to(self.tables.dtype)
+        dense = moved(batch.dense, self.tables.device).to(self.tables.dtype)
         logits = self.net.score(self.net.bottom(dense), lookups.vectors())
         lookups.release()
         return logits

@@ -74,8 +74,7 @@ class Kernels:
         )
 
     def group(self, rows: Tensor, unique: int | None = None) -> Grouped:
-        """Group the lookups of `rows` [n] by row; by `unique` if they are all of 0 to unique - 1, so that no
-        host waits for their number."""
+        """Group the lookups of `rows` [n] by row; given `unique`, all of 0 to unique - 1: no host waits."""
         ordered, order = torch.sort(rows, stable=True)
         if unique is not None:
             edges = torch.arange(unique + 1, device=rows.device)
