@@ -3,6 +3,8 @@
     python tests/faults/campaign.py [-j N] [--again] [--check] [WORD ...]
 
 --check: run nothing; see in a second whether each quoted line still stands once in its module.
+Faults of cuda.yaml take torch's CUDA build: STRETTO_CUDA_PYTHON names the Python of such an environment.
+Without it they are listed and not run.
 WORD: only faults with one of the words in their room, name, module or test. Results are kept in
 `results.json`, so that a campaign that was interrupted goes on where it was; a result is out of date when
 the fault, its module, or what must see it has changed. At the end docs/evidence/faults.md is written.
@@ -39,6 +41,7 @@ BEGIN = "<!-- written by tests/faults/campaign.py; change the faults, not this t
 END = "<!-- end of the table -->"
 SECONDS = 600  # tests and proofs that hang end themselves before
 PROOFS = ("verify",)  # folders of the sources that `verify` consists of
+CUDA_PYTHON = "STRETTO_CUDA_PYTHON"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,11 @@ class Seen:
     seconds: float
     named: str = ""
     output: str = ""
+
+
+def python_of(fault: Fault) -> str | None:
+    """The Python that runs the fault's test; None if it takes torch's CUDA build, and none is named."""
+    return os.environ.get(CUDA_PYTHON) if fault.room == "cuda" else sys.executable
 
 
 def run(fault: Fault) -> Seen:
@@ -105,8 +113,9 @@ def _see(fault: Fault, sources: Path, folder: Path) -> Seen:
 
 def _command(fault: Fault, folder: Path) -> list[str]:
     if fault.verify is None:
-        test = f"tests/{fault.test}"
-        return [sys.executable, "-m", "pytest", "-x", "-q", "-m", "", "-p", "no:cacheprovider", test]
+        test, python = f"tests/{fault.test}", python_of(fault)
+        assert python is not None, f"{fault.name} takes torch's CUDA build: set {CUDA_PYTHON}"
+        return [python, "-m", "pytest", "-x", "-q", "-m", "", "-p", "no:cacheprovider", test]
     cases = folder / "cases.yaml"
     cases.write_text(yaml.safe_dump([fault.verify]), encoding="utf-8")
     arguments = ["verify", str(write_job(fault.job, folder)), *fault.overrides]
@@ -218,6 +227,11 @@ def campaign(faults: Sequence[Fault], workers: int, again: bool) -> int:
     results, baselines, missed = Results(), Baselines(), 0
     due = [(fault, key_of(fault)) for fault in faults]
     due = [(fault, key) for fault, key in due if again or results.get(fault, key) is None]
+    for fault in [fault for fault, _ in due if python_of(fault) is None]:
+        print(
+            f"not run: {fault.name}: it takes torch's CUDA build: set {CUDA_PYTHON} to its Python", flush=True
+        )
+    due = [(fault, key) for fault, key in due if python_of(fault) is not None]
 
     def see(fault: Fault) -> Seen:
         if fault.verify is not None:
