@@ -112,6 +112,7 @@ def test_times_as_text() -> None:
     ("arguments", "error", "hint"),
     [
         (["1f1c", "--ranks", "2", "--microbatches", "2"], "'1f1c'", "1f1b"),
+        (["1f1c"], "'1f1c'", "1f1b"),
         (["1f1b", "--ranks", "2"], "--microbatches", "--ranks 4 --microbatches 8"),
         ([], "no schedule named", "--list"),
         ([*SMALL, "--times", "G=1"], "'G'", "F=1,I=1,W=1,hop=0"),

@@ -153,3 +153,14 @@ def test_what_is_wrong_is_one_error(
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
+
+
+@pytest.mark.parametrize(("name", "framework"), [("llama.toml", "torchtitan"), ("zero.json", "deepspeed")])
+def test_the_config_of_another_framework_is_sent_to_what_reads_it(
+    name: str, framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text('[model]\nname = "llama3"\n' if name.endswith("toml") else "{}\n")
+    assert run(["migrate", str(tmp_path / name)]) == BAD_INPUT
+    assert f"stretto predict --from {framework} {tmp_path / name}" in " ".join(
+        capsys.readouterr().err.split()
+    )

@@ -420,11 +420,12 @@ def generate_program(
         raise StrettoError(
             "no schedule named", hint="name one of stretto schedule --list, or FILE.py:FUNCTION"
         )
+    takes_costs = "costs" in accepted(name)  # the name is wrong before its sizes are missing
     if ranks is None or microbatches is None:
         sizes = (("--ranks", ranks), ("--microbatches", microbatches))
         missing = " and ".join(option for option, value in sizes if value is None)
         raise StrettoError(f"schedule {name} needs {missing}", hint=f"{name} --ranks 4 --microbatches 8")
-    if costs is not None and "costs" in accepted(name):
+    if costs is not None and takes_costs:
         settings = {"costs": costs, **settings}
     return generate(name, ranks, microbatches, **settings)
 

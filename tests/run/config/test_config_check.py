@@ -96,6 +96,7 @@ def test_a_legal_job_passes() -> None:
             "names of models are not downloaded",
         ),
         ("checkpoint.resume=atuo", "checkpoint.resume is atuo: there is no such folder", "mean auto?"),
+        ("checkpoint.resume=./txt", "checkpoint.resume is ./txt: there is no such folder", "mean text?"),
         ("run.dir=file", "run.dir is file: ", "name another folder"),
     ],
 )

@@ -115,7 +115,7 @@ class Tally:
             raise StrettoError(
                 f"{self.malformed} of {self.read} lines are malformed; "
                 f"the first: {name}, line {line}: {reason}",
-                hint="check the format; at most 1% of the lines may be malformed",
+                hint=f"check the format; {TOLERATED} lines may be malformed, or {TOLERATED_SHARE:.0%} if that is more",
             )
 
 

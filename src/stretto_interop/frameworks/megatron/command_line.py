@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
@@ -349,6 +350,7 @@ _PROGRAMS = {
 }
 _TALKING = ("echo", "printf", "cat", "cp", "ls", "test", "grep", "sed")  # commands that start no program
 _SCRIPT_HINT = "give the script that starts pretrain_gpt.py, or its arguments alone: --num-layers 32 ..."
+_OTHERS = {".toml": "torchtitan", ".py": "torchtitan", ".json": "deepspeed"}  # by a file's ending
 
 
 def render(settings: Settings, notes: Sequence[str]) -> str:
@@ -410,7 +412,11 @@ def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Pars
     if not launches:
         argv = [word for command in every for word in command.argv]
         if not argv or not all(command.argv[0].startswith("--") for command in every):
-            raise StrettoError(f"{source} starts no pretrain_gpt.py", hint=_SCRIPT_HINT)
+            other = _OTHERS.get(Path(source).suffix)
+            of_other = f"`stretto predict --from {other} {source} --cluster h100:64` reads {other}'s configs"
+            raise StrettoError(
+                f"{source} starts no pretrain_gpt.py", hint=of_other if other else _SCRIPT_HINT
+            )
         parsed, world = read_arguments(argv, source, priced), None
     else:
         command, script = (named or launches)[-1]
