@@ -58,6 +58,9 @@ def test_what_is_missing_or_misspelled_is_one_error(stretto: CommandLine) -> Non
     assert "did you mean quickstart?" in stretto.error("init", "quikstart")
     assert "did you mean quickstart? `stretto init` lists the examples" in stretto.error("train", "quikstart")
     assert "as in `stretto launch slurm quickstart`" in stretto.error("launch", "slurm")
+    Path("link.yaml").symlink_to("nothing.yaml")
+    assert "no config in ." in stretto.error("config", "link.yaml")
+    Path("link.yaml").unlink()
     assert "no config in ." in stretto.error("config", "nothing.yaml")
 
 

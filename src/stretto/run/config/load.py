@@ -209,9 +209,9 @@ def _neighbours(path: Path) -> str | None:
 
 
 def _configs(folder: Path) -> list[Path]:
-    """Return the YAML files in a folder that are not hidden."""
+    """Return the YAML files in a folder that are not hidden, without folders and links to nothing."""
     files = (file for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
-    return sorted(file for file in files if not file.name.startswith("."))
+    return sorted(file for file in files if not file.name.startswith(".") and file.is_file())
 
 
 def run_name(path: Path) -> str:
