@@ -115,7 +115,7 @@ class Tally:
             raise StrettoError(
                 f"{self.malformed} of {self.read} lines are malformed; "
                 f"the first: {name}, line {line}: {reason}",
-                hint=f"check the format; {TOLERATED} are left out, or {TOLERATED_SHARE:.0%} of all if that is more",
+                hint=f"check the format; {TOLERATED} are left out, or {TOLERATED_SHARE:.0%} of all if more",
             )
 
 

@@ -90,8 +90,8 @@ def _resume(wanted: str) -> Iterator[Problem]:
     if wanted not in ("never", "auto") and not os.path.isdir(os.path.expanduser(wanted)):
         meant = (value for value, synonyms in _SYNONYMS.items() if wanted.lower() in synonyms)
         similar = next(meant, None) or nearest(wanted, _SYNONYMS)
-        near = f"did you mean {similar}?" if similar else similar_paths(Path(wanted).expanduser())
-        fix = near or "never, auto, or a checkpoint's folder"
+        fix = f"did you mean {similar}?" if similar else similar_paths(Path(wanted).expanduser())
+        fix = fix or "never, auto, or a checkpoint's folder"
         yield Problem("checkpoint.resume", wanted, "there is no such folder", fix)
 
 
