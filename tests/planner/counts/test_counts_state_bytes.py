@@ -163,7 +163,7 @@ def test_a_tied_weight_has_a_unit_of_its_own_and_is_split_with_its_last_layer() 
     assert [p.name for p in units[0].parameters] == [tied.name]
     assert sum(unit.size for unit in units) == 58 + 12 + 4
     assert {0, 3} <= units[0].users
-    assert units[0].complete == 0
+    assert units[0].gradient_of(tied.name) == units[0].full_gradient == 4 * 12
 
 
 def test_gradients_that_stay_beside_wider_ones() -> None:

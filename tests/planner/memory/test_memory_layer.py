@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
+from stretto.job.experts import ExpertShape
 from stretto.job.flops import Recompute
 from stretto.job.framework import Framework
 from stretto.job.shape import ModelShape
 from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.memory.layer import layer_memory
-from stretto.planner.memory.stage import Resident, stage_memory
+from stretto.planner.memory.stage import GradientStep, Resident, stage_memory
 from stretto.run.train.memory_measured import MemoryTracker
 
 ROWS, HIDDEN, VOCAB = 64, 16, 1024
@@ -117,8 +118,40 @@ def test_equal_layers_have_the_peaks_of_different_ones(recompute: Recompute, blo
     compute = replace(COMPUTE, recompute=recompute)
     embedding, head = (layer_memory(shape, compute, layer) for layer in (0, shape.chain - 1))
     block = layer_memory(shape, compute, 1)
-    for changes in ((), (Resident(forward=700, backward=900, gradients=40, formed=30, after=2000),)):
+    step = GradientStep(parameter="mlp.down.weight", formed=70, packing=2000, after=60)
+    for changes in ((), (Resident(forward=700, backward=900, gradients=40, steps=(step,)),)):
         resident = [Resident(), *(changes or (Resident(),)) * blocks, Resident()]
         equal = stage_memory([embedding, *[block] * blocks, head], 4096, resident)
         apart = stage_memory([embedding, *(replace(block) for _ in range(blocks)), head], 4096, resident)
         assert equal == apart
+
+
+def test_a_gradient_is_packed_beside_what_its_product_leaves_alive() -> None:
+    """Gradients of queries, keys, values and the input, and the inputs of norm and product."""
+    shape = ModelShape(family="llama", layers=1, hidden=64, heads=4, vocab=300, sequence=128)
+    block = layer_memory(shape, replace(COMPUTE, sequence=128, accelerator=True), 1)
+    peaks = [
+        stage_memory([block], 0, [Resident(steps=(GradientStep(name, 0, 2**30, 0),))]).backward
+        for name in ("attn.qkv.weight", "norm1.weight")
+    ]
+    stream = 2 * 128 * 64
+    assert peaks[0] - peaks[1] == (1 + 3) * stream + stream + 2 * stream + 4 * 128
+
+
+def test_accelerators_add_products_to_gradients_in_place() -> None:
+    shape = ModelShape(family="llama", layers=1, hidden=64, heads=4, vocab=300, sequence=128)
+    for accelerator in (False, True):
+        block = layer_memory(shape, replace(COMPUTE, accelerator=accelerator), 1)
+        products = [tensor.product for tensor in block.tensors if tensor.held_until_w is not None]
+        assert len(products) == 4
+        assert [size > 0 for size in products] == [not accelerator] * 4
+
+
+def test_shared_experts_wait_for_w_too() -> None:
+    """The input, the gradient of the first product, and the input of the second, of each shared expert."""
+    shapes = [
+        ModelShape(family="llama", layers=1, hidden=64, heads=4, vocab=300, sequence=ROWS, moe=experts)
+        for experts in (ExpertShape(experts=4, ffn=32), ExpertShape(experts=4, ffn=32, shared_ffn=16))
+    ]
+    queued = [layer_memory(shape, COMPUTE, 1).queued for shape in shapes]
+    assert queued[1] - queued[0] == 2 * ROWS * (64 + 2 * 16 + 16 + 64)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.engine.pipeline.pipeline import LOOKAHEAD as POSTED
 from stretto.engine.pipeline.rank_buffers import assign_slots
-from stretto.job.data_parallel import DataParallelSettings
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
@@ -180,3 +180,26 @@ def test_the_lookup_s_gradient_is_reduced_after_a_split_backward_s_first_half(ti
     product = next(unit for unit in last.units if head in {p.name for p in unit.parameters})
     assert product.flying in last.flying(inputs=False)
     assert len(last.flying(inputs=False)) == len(last.units) - tied  # the tied weight is apart from the norm
+
+
+def test_norms_complete_the_gradients_of_a_block() -> None:
+    """The first norm's gradient is a block's last, although a norm is its last layer too; in front of it the
+    embedding's.
+    """
+    job_memory = memory_of(
+        Job(
+            shape=ModelShape(
+                family="gemma3", layers=2, hidden=64, heads=4, vocab=300, sequence=64, tied=True
+            ),
+            layout=Layout(dp=2),
+            dp=DataParallelSettings(mode="zero3"),
+            precision=Precision(dtype="bfloat16"),
+            global_batch=8,
+            micro_batch=2,
+            sequence=64,
+        )
+    )
+    units = {unit.parameters[-1].name: unit.flying for unit in job_memory.units(0).units}
+    assert job_memory.units(0).flying()[-3:] == tuple(
+        units[name] for name in ("blocks.0.attn.qkv.weight", "blocks.0.norm1.weight", "embed.tok.weight")
+    )

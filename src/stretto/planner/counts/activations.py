@@ -85,7 +85,8 @@ class LayerWalk:
         self.exact_residual = compute.statistic * compute.shard * shape.hidden
         self.gathered = e * t * shape.hidden if gathers else 0
         self.ordered = self.gathered if compute.batch > 1 else 0
-        self.column = 2 * self.gathered + self.residual if self.gathered else e * t * shape.hidden
+        self.sent = 1 if compute.accelerator else 2  # a tensor, and its copy while ranks sum it
+        self.column = self.sent * self.gathered + self.residual if self.gathered else e * t * shape.hidden
         self.inner = e * t * shape.ffn // tp
         self.wide = self.inner * (2 if shape.gated else 1)
         self.q = e * t * shape.attention_width // tp
@@ -103,11 +104,11 @@ class LayerWalk:
         self.memory = e * encoder.shard * shape.hidden
         self.memory_gathered = e * encoder.tokens * shape.hidden if gathers else 0
         # bytes of an element of a weight gradient that is formed separately
-        self.weight = e if separate_gradients or self.halves else 0
+        self.weight = e if separate_gradients or (self.halves and not compute.accelerator) else 0
         # norms with a gain of 1 + weight (Gemma's) are composed of torch's operators, and in 16 bits keep a
         # copy of their input in float32; torch's RMSNorm keeps what is normalised too, unless it is fused
         self.composed = shape.norm == "rms1p" and compute.framework == STRETTO
-        self.keeps_normalised = self.composed and not compute.fused_norms
+        self.keeps_normalised = self.composed and not compute.accelerator
         self.keeps_input = not (self.composed and self.halves)  # a norm keeps its input, and not a copy of it
         # if norms keep copies, the block's input lives as long as its forward, whatever norms keep
         self.kept_input = 0 if self.keeps_input else self.residual
@@ -119,7 +120,7 @@ class LayerWalk:
         self.branch_gradient = self.memory_gradient
         self.branch_gradient += self.residual if shape.block_norms == "sandwich" else 0
         # an output before and after its reduction, or dropout
-        self.output = 2 * self.gathered + self.residual if self.gathered else 2 * self.residual
+        self.output = self.sent * self.gathered + self.residual if self.gathered else 2 * self.residual
         self.dropped = self.residual if shape.dropout else 0  # the gradient before the mask
         self.first = "gate_up" if shape.gated else "up"
 
@@ -219,8 +220,7 @@ class LayerWalk:
 
     def loss(self, columns: int) -> Iterator[LayerTensor]:
         """The tensors of the loss, if it is computed from all logits at once."""
-        shape = self.shape
-        compute = self.compute
+        shape, compute = self.shape, self.compute
         size = self.compute.statistic
         e, tokens = compute.element, compute.tokens
         logits, exact = e * tokens * columns, size * tokens * columns
@@ -395,8 +395,7 @@ class LayerWalk:
         """The products and norms of the narrow vectors of latent attention, which ranks of sequence
         parallelism have of their own tokens only.
         """
-        shape = self.shape
-        compute = self.compute
+        shape, compute = self.shape, self.compute
         unit = self.weight
         e = compute.element
         size = compute.statistic
@@ -422,7 +421,7 @@ class LayerWalk:
             vectors.append(("q", latent.q_rank, 0, heads * shape.head_dim, r + self.kv + self.v))
         for name, rank, extra, rows, pending in vectors:
             shard = e * compute.shard * rank
-            column = 2 * t * shard + shard if self.gathered else shard
+            column = self.sent * t * shard + shard if self.gathered else shard
             yield LayerTensor(
                 f"attn.{name}_down_norm input",
                 *self.sized(e, compute.shard * (rank + extra), "sb(r+d)" if extra else "sbr", sharded),
@@ -470,8 +469,7 @@ class LayerWalk:
 
     def core(self) -> Iterator[LayerTensor]:
         """The tensors of softmax(q k^T) v, without its inputs."""
-        shape = self.shape
-        compute = self.compute
+        shape, compute = self.shape, self.compute
         size = self.compute.statistic
         e = compute.element
         tokens = compute.tokens
@@ -548,8 +546,7 @@ class LayerWalk:
         Kernels for soft-capped scores, for values narrower than keys, and for windows on CPUs accumulate in
         float32.
         """
-        shape = self.shape
-        compute = self.compute
+        shape, compute = self.shape, self.compute
         wider = self.wider
         special = shape.attention
         length = compute.tokens // compute.batch * (compute.cp if compute.context == "ulysses" else 1)
@@ -603,8 +600,7 @@ class LayerWalk:
 
     def cross_attention(self) -> Iterator[LayerTensor]:
         """Attention to the encoder's output, which is kept once for all blocks of a stage."""
-        shape = self.shape
-        compute = self.compute
+        shape, compute = self.shape, self.compute
         encoder = self.compute.for_memory
         e = compute.element
         tokens = compute.tokens
@@ -614,7 +610,7 @@ class LayerWalk:
         heads, length = shape.heads // compute.tp, encoder.tokens // compute.batch
         scores, keys_and_values = e * heads * tokens * length, 2 * e * encoder.tokens * kv
         product = self.weight * shape.hidden * shape.attention_width // compute.tp
-        column = 2 * self.memory_gathered + self.memory if self.memory_gathered else self.memory
+        column = self.sent * self.memory_gathered + self.memory if self.memory_gathered else self.memory
         gradients = r + self.q + keys_and_values + pending
         yield LayerTensor(
             "cross.q input",
@@ -671,8 +667,7 @@ class LayerWalk:
 
     def mlp(self) -> Iterator[LayerTensor]:
         """A dense MLP."""
-        shape = self.shape
-        compute = self.compute
+        shape, compute = self.shape, self.compute
         inner = self.inner
         pending = self.branch_gradient
         alive = 3 * self.kept_input  # and the sum after attention, and attention's output
@@ -727,8 +722,7 @@ class LayerWalk:
 
     def experts(self, moe: ExpertShape) -> Iterator[LayerTensor]:
         """A mixture of experts under even routing."""
-        shape = self.shape
-        compute = self.compute
+        shape, compute = self.shape, self.compute
         exact = self.compute.statistic
         e = compute.element
         h = shape.hidden
@@ -741,8 +735,10 @@ class LayerWalk:
         inner = e * received * (shape.expert_ffn // slices)
         rows, copies = e * received * h, e * n * k * h
         again = 0 if self.halves else 1  # outputs of single experts are copied into one tensor
+        shared = self.inner_tensors("mlp.shared", compute.tokens, moe.shared_ffn, compute.tp, "sbf")
         if moe.shared_ffn or e >= 4:
-            yield LayerTensor("mlp input", *self.stream(e))
+            waiting, gathered = (wide * shared[-1].bytes, self.gathered) if moe.shared_ffn else (None, 0)
+            yield LayerTensor("mlp input", *self.stream(e), held_until_w=waiting, regathered=gathered)
         if e < 4:
             backward = self.exact_residual + self.residual
             yield LayerTensor("mlp.router input", *self.routed(exact, n * h, "nh"), backward=backward)
@@ -779,8 +775,9 @@ class LayerWalk:
             backward=2 * copies + self.residual,
         )
         if moe.shared_ffn:
-            shared = self.inner_tensors("mlp.shared", compute.tokens, moe.shared_ffn, compute.tp, "sbf")
-            yield from filter(None, shared)
+            yield from filter(None, shared[:-1])
+            waiting = self.gathered or self.residual
+            yield replace(shared[-1], held_until_w=waiting, is_residual=self.gives_residual_gradient)
             if moe.shared_gate:
                 yield LayerTensor("mlp.shared output", *self.stream(e))
                 size = self.sized(e, compute.shard, "sb", compute.sequence_parallel)

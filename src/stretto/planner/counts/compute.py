@@ -61,7 +61,8 @@ class ComputeConfig:
             off.
         fused_loss: one kernel computes the loss from the 16-bit logits, another their gradient into a tensor
             of the same type, so that no tensor of the vocabulary's width is made in float32.
-        fused_norms: one kernel computes torch's RMSNorm and another its backward, as on accelerators.
+        accelerator: no CPU: one kernel computes RMSNorm and another its backward, products are added to
+            gradients of any type in place, and a reduce-scatter needs no memory besides its result.
         framework: which operators selective recomputation repeats, and what one kernel makes.
     """
 
@@ -80,7 +81,7 @@ class ComputeConfig:
     vocab_multiple: int = 1
     loss_chunk: int | None = 0
     fused_loss: bool = False
-    fused_norms: bool = False
+    accelerator: bool = False
     framework: Framework = STRETTO
     target: int = 0
     memory: int = 0
@@ -105,7 +106,7 @@ class ComputeConfig:
             vocab_multiple=job.vocab_multiple,
             loss_chunk=job.loss_chunk,
             fused_loss=job.fused_loss,
-            fused_norms=not job.unified_memory,
+            accelerator=not job.unified_memory,
             framework=job.framework,
         )
 

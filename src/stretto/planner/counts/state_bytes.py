@@ -164,15 +164,9 @@ class StateUnit:
         """The layers that use one of the parameters."""
         return frozenset(layer for users in self.layers for layer in users)
 
-    def formed(self, layer: int) -> int:
-        """Bytes of the gradients that a backward has made once it is through this layer."""
-        used = zip(self.parameters, self.layers, strict=True)
-        return self._gradient * sum(p.elements for p, layers in used if max(layers) >= layer)
-
-    @cached_property
-    def complete(self) -> int:
-        """The layer whose backward makes the unit's last gradient."""
-        return min(self.users)
+    def gradient_of(self, name: str) -> int:
+        """Bytes of a parameter's gradient."""
+        return self._gradient * sum(p.elements for p in self.parameters if p.name == name)
 
     @cached_property
     def frozen(self) -> bool:

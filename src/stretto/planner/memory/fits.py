@@ -73,11 +73,7 @@ def fit_record(fit: Fit) -> dict[str, Any]:
     gib = 2**30
     intervals: dict[str, Any] = {
         name: {"low_gib": used.low / gib, "gib": used.mid / gib, "high_gib": used.high / gib}
-        for name, used in (
-            ("allocated", fit.allocated),
-            ("reserved", fit.reserved),
-            ("device", fit.device),
-        )
+        for name, used in (("allocated", fit.allocated), ("reserved", fit.reserved), ("device", fit.device))
     }
     intervals["capacity_gib"] = fit.capacity / gib if fit.capacity < inf else None
     return {"memory_gib": fit.allocated.mid / gib, "memory": intervals, "verdict": fit.verdict}

@@ -150,11 +150,7 @@ def _block_index(job: MemoryJob, layer: int) -> int:
     return block
 
 
-def memory_of(
-    job: Job,
-    program: Program | None = None,
-    separate_gradients: bool = False,
-) -> MemoryJob:
+def memory_of(job: Job, program: Program | None = None, separate_gradients: bool = False) -> MemoryJob:
     """The `MemoryJob` of a job, with a mode of recomputation for each block.
 
     Args:

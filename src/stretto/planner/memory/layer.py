@@ -188,7 +188,12 @@ def _block_memory(shape: ModelShape, compute: ComputeConfig, separate_gradients:
         input_bytes = tensors[0].bytes * walk.keeps_input
         if compute.framework.operators == CORE:
             names = {tensor.name for tensor in saved}
-            tensors = tuple(replace(tensor, saved=tensor.name in names) for tensor in tensors)
+            parts = [replace(tensor, saved=tensor.name in names) for tensor in tensors]
+            if len(saved) < len(tensors) and shape.learned and compute.stores_scores(shape):
+                # heads are views of one product, and are copied again; those of rotary positions are no views
+                copies = LayerTensor("attn.core copies", walk.q + 2 * walk.kv, saved=False)
+                parts.insert([tensor.saved for tensor in parts].index(False), copies)
+            tensors = tuple(parts)
         else:
             tensors = tuple(_partly_saved(tensors, saved))
         return LayerMemory(tensors=tensors, input_bytes=input_bytes)

@@ -198,14 +198,8 @@ def stage_memory_of(
         updated = not trained.freeze or trained_share(shape, layer, trained) > 0
         key = chain_layer.kind, id(chain_layer.shape), chain_layer.decoder, mode, reached, updated
         if key not in alike:
-            alike[key] = layer_memory(
-                shape=shape,
-                compute=replace(compute, recompute=mode),
-                layer=layer,
-                separate_gradients=job.separate_gradients,
-                reached=reached,
-                trained=updated,
-            )
+            of_mode = replace(compute, recompute=mode)
+            alike[key] = layer_memory(shape, of_mode, layer, job.separate_gradients, reached, trained=updated)
         memories.append(alike[key])
     last = compute.for_layer(layer_of(shape, layers[-1]))
     return stage_memory(

@@ -10,6 +10,18 @@ from stretto.planner.counts.activations import LayerTensor
 from stretto.planner.memory.layer import LayerMemory
 
 
+@dataclass(frozen=True)
+class GradientStep:
+    """Bytes of weight gradients, of following layers too: once that of a parameter (`mlp.down.weight`) is
+    made, while its unit is packed if it is the unit's last, and when the unit's reduction has started.
+    """
+
+    parameter: str
+    formed: int
+    packing: int
+    after: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resident:
     """Bytes of gathered weights and open gradients while a layer computes.
@@ -19,9 +31,7 @@ class Resident:
         again: the same if the stage's last layer is gathered already.
         loss, backward: gathered weights in the backward of a loss that follows it, and in its backward.
         gradients: weight gradients of the following layers, if backwards make them too.
-        formed: its weight gradients, once its backward has made them.
-        sent: a gradient that is packed as soon as the layer's own product has made it.
-        after: peak of weight gradients when its backward is done.
+        steps: those of the layer, in the order in which its backward makes them.
     """
 
     forward: int = 0
@@ -29,9 +39,7 @@ class Resident:
     loss: int = 0
     backward: int = 0
     gradients: int = 0
-    formed: int = 0
-    sent: int = 0
-    after: int = 0
+    steps: tuple[GradientStep, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +177,7 @@ def _layer_backward(
         last: the layer is the stage's last, with which the backward begins.
     """
     moved = peak = 0
-    linears = sum(tensor.held_until_w is not None for tensor in layer.tensors)
-    # losses of some tokens at a time add to the gradient until all are done, so that it is packed at the end
-    with_product, at_end = (resident.sent, 0) if linears else (0, resident.sent)
-    formed = (resident.formed + with_product) // max(1, linears)
-    gradients, formed = (0, 0) if split else (resident.gradients, formed)
-    if not linears:
-        gradients += formed
+    gradients, steps = (0, []) if split else (resident.gradients, [*resident.steps])
     incoming = 0 if last else boundary  # the gradient from the following layer
     # the tensors from the last to the first: saved ones one by one, recomputed neighbours as a group
     groups = list[list[LayerTensor]]()
@@ -185,16 +187,25 @@ def _layer_backward(
         else:
             groups.append([tensor])
     for group in groups:
-        again = 0 if group[0].saved else sum(tensor.bytes for tensor in group)
-        if not group[0].saved:
-            again += boundary  # the output of the recomputed forward
+        again = 0 if group[0].saved else boundary  # the output of the recomputed forward
+        for tensor in group if again else ():
+            again += tensor.bytes
             others = resident.backward + gradients
-            peak = max(peak, moved + incoming + again + others + max(p.forward for p in group))
+            peak = max(peak, moved + incoming + again + others + tensor.forward)
         for tensor in reversed(group):
-            product = 0 if split else tensor.product + tensor.regathered
-            gradients += formed if tensor.held_until_w is not None else 0
-            others = gradients + (resident.loss if tensor.name.startswith("loss") else resident.backward)
-            peak = max(peak, moved + incoming + again + others + tensor.backward + product)
+            regathered, product = (0, 0) if split else (tensor.regathered, tensor.product)
+            formed, packing = gradients, 0
+            linear = tensor.name.removesuffix(" input")
+            multiplies = tensor.held_until_w is not None or linear == "out"
+            while multiplies and any(step.parameter.startswith(linear) for step in steps):
+                step = steps.pop(0)
+                formed, packing = max(formed, step.formed), max(packing, step.packing)
+                gradients = step.after
+            # losses of some tokens at a time pack their gradient when all are done, beside the input's
+            packing += boundary if tensor.held_until_w is None else tensor.backward + regathered
+            others = resident.loss if tensor.name.startswith("loss") else resident.backward
+            others += moved + incoming + again
+            peak = max(peak, others + formed + tensor.backward + product + regathered, others + packing)
             if split and tensor.held_until_w is not None:
                 moved += tensor.held_until_w + (0 if tensor.saved else tensor.bytes)
                 if tensor.is_residual:  # counted already, as incoming or as a neighbour's temporary
@@ -205,9 +216,6 @@ def _layer_backward(
                 moved -= tensor.bytes
             if not tensor.saved:
                 again -= tensor.bytes
-    if not split:
-        # a head that computes the loss from some tokens' logits at a time has its gradient packed while it
-        # still holds its inputs and their gradient
-        chunked = last and not linears and any(tensor.name == "out input" for tensor in layer.tensors)
-        peak = max(peak, (boundary if chunked else moved) + resident.backward + resident.after + at_end)
+    for step in steps:
+        peak = max(peak, moved + resident.backward + step.packing)
     return peak, moved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +12,14 @@ from stretto.job.parameters import shared_shapes
 from stretto.job.shape import ModelShape
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
 from stretto.planner.counts.state_bytes import StateConfig, StateUnit, cut_units
-from stretto.planner.memory.stage import Resident
+from stretto.planner.memory.stage import GradientStep, Resident
 from stretto.program.action import Action, ActionKind
 
 TIED = "embed.tok.weight"
 UNDER_WAY = 2  # reductions of earlier microbatches that may still be running
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageUnits:
     """The units of one stage.
 
@@ -28,12 +27,14 @@ class StageUnits:
         layers: layers of the stage.
         gather: gather sharded parameters by layers or by stages, or None.
         head: the layer whose product is with the tied weight, or -1 if none is.
+        names: the names of the parameters of each layer, in the model's order.
     """
 
     layers: tuple[int, ...]
     units: tuple[StateUnit, ...]
     gather: Gather | None = None
     head: int = -1
+    names: tuple[tuple[str, ...], ...] = ()
 
     @cached_property
     def weights(self) -> int:
@@ -112,47 +113,58 @@ class StageUnits:
     def _resident(self, before: int) -> tuple[Resident, ...]:
         if not self._each and self.gather != "layer":
             return (Resident(),) * len(self.layers)
-        tied = [unit for unit in self._each if [p.name for p in unit.parameters] == [TIED]]
         resident = list[Resident]()
-        for index, layer in enumerate(self.layers):
-            open_ = [unit for unit in self._each if unit.complete <= layer <= max(unit.users)]
-            formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
-            packed = max((unit.full_gradient for unit in open_ if unit.complete == layer), default=0)
-            flying = self._flying_at(layer, before)
-            # a tied weight is reduced in the middle of the head's backward, as soon as it has its gradient
-            sent = sum(unit.full_gradient for unit in tied if unit.complete < layer == max(unit.users))
+        flying, formed = self._flying_before(before), 0
+        missing = {id(unit): len(unit.parameters) for unit in self._each}
+        for index, layer in reversed(list(enumerate(self.layers))):
+            gradients, steps = sum(flying) + formed, list[GradientStep]()
+            for name, unit in self._by_layer[index]:
+                formed += unit.gradient_of(name)
+                now = packing = sum(flying) + formed
+                missing[id(unit)] -= 1
+                if not missing[id(unit)]:  # a parameter that layers share is reduced for each of them
+                    missing[id(unit)] = len(unit.parameters)
+                    packing += unit.full_gradient
+                    formed -= sum(unit.gradient_of(p.name) for p in unit.parameters)
+                    flying = [*flying, unit.flying][-UNDER_WAY:]
+                name = "head.out.weight" if name == TIED and layer == self.head else name
+                in_layer = name.partition(".")[2].lstrip("0123456789.")
+                steps.append(GradientStep(in_layer, now, packing, sum(flying) + formed))
             resident.append(
                 Resident(
                     forward=self._of(self.layers[index : index + 2]),
                     again=self._of(self.layers[index : index + 2], self.layers[-1:]),
                     loss=self._of([layer]),
                     backward=self._of(self.layers[max(0, index - 1) : index + 1]),
-                    gradients=flying + before_it,
-                    formed=formed - before_it,
-                    sent=sent,
-                    after=flying + formed + packed,
+                    gradients=gradients,
+                    steps=tuple(steps),
                 )
             )
-        return tuple(resident)
+        return tuple(reversed(resident))
 
     def products(self, before: int) -> int:
         """Bytes of gradients at the end of a W, in place of those in flight; see `resident`."""
-        each = self._each
-        size = sum(unit.full_gradient for unit in each) + max(
-            (unit.full_gradient for unit in each), default=0
-        )
-        return size + self._flying_at(self.layers[-1], before)
+        sizes = [unit.full_gradient for unit in self._each]
+        return sum(sizes) + max(sizes, default=0) + sum(self._flying_before(before))
+
+    @cached_property
+    def _by_layer(self) -> list[list[tuple[str, StateUnit]]]:
+        """The gradients that each layer's backward makes, in this order: the names of their parameters, and
+        their units, of those that are reduced with every microbatch.
+        """
+        units = {p.name: unit for unit in self.units if unit.each for p in unit.parameters}
+        return [[(name, units[name]) for name in reversed(names) if name in units] for names in self.names]
 
     @cached_property
     def _each(self) -> tuple[StateUnit, ...]:
         """Units that are reduced with every microbatch, in the order in which a backward completes them."""
-        return tuple(sorted((unit for unit in self.units if unit.each), key=lambda unit: -unit.complete))
+        first = [unit for gradients in self._by_layer for _, unit in reversed(gradients)]
+        return tuple(reversed({id(unit): unit for unit in first}.values()))
 
-    def _flying_at(self, layer: int, before: int) -> int:
-        """Bytes of the reductions under way before this layer's backward."""
-        done = self.flying()[: bisect_left(self._each, -layer, key=lambda unit: -unit.complete)]
-        older = 2 * self.flying()[-UNDER_WAY:]
-        return sum([*older[len(older) - before :], *done[-UNDER_WAY:]][-UNDER_WAY:])
+    def _flying_before(self, before: int) -> list[int]:
+        """Bytes of the last reductions of earlier microbatches, at most two, that are under way."""
+        older = 2 * list(self.flying()[-UNDER_WAY:])
+        return older[len(older) - min(before, UNDER_WAY) :]
 
     def _of(self, layers: Iterable[int], without: Iterable[int] = ()) -> int:
         """Bytes of the whole weights of some layers, if weights are gathered layer by layer, else 0."""
@@ -173,7 +185,9 @@ def stage_units(
     """The units of the stage with these layers; a tied weight is a unit of its own."""
     layers = [(layer, layer_parameters(shape, layer, shares)) for layer in stage]
     head = shape.chain - 1 if shape.tied else -1
-    return StageUnits(stage, tuple(cut_units(layers, state_config, shared_names(shape))), gather, head)
+    names = tuple(tuple(p.name for p in parameters) for _, parameters in layers)
+    units = tuple(cut_units(layers, state_config, shared_names(shape)))
+    return StageUnits(layers=stage, units=units, gather=gather, head=head, names=names)
 
 
 @lru_cache(maxsize=256)
