@@ -80,6 +80,17 @@ def test_a_rank_has_a_gpu_unless_said_otherwise(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "warns"),
+    [([], True), (["--cpus-per-rank", "4"], False), (["--sbatch=--cpus-per-gpu=8"], False)],
+)
+def test_cores_that_are_not_requested_are_a_warning(
+    arguments: list[str], warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["launch", "slurm", CONFIG, "--nodes", "2", *arguments]) == 0
+    assert ("requests no CPU cores" in capsys.readouterr().err) == warns
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ([], "--job-name=quickstart\n"),

@@ -60,6 +60,15 @@ def test_a_config(stretto: CommandLine) -> None:
     (other,) = stretto.json("predict", config, "recompute.mode=full", "--cluster", "dgx-a100-80gb")["rows"]
     assert other["step_time_s"] > row["step_time_s"]
     assert other["memory_gib"] < row["memory_gib"]
+    assert not row["defaults"]
+
+
+def test_devices_that_a_config_leaves_idle_are_named(stretto: CommandLine) -> None:
+    config = str(CONFIGS / "llama-1b-64gpu.yaml")
+    (row,) = stretto.json("predict", config, "--cluster", "h100:128")["rows"]
+    assert row["defaults"] == {"devices": "64 of 128, as many as the config's layout has"}
+    (row,) = stretto.json("predict", config, "--cluster", "h100:64")["rows"]
+    assert not row["defaults"]
 
 
 @pytest.mark.parametrize(

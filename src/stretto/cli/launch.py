@@ -239,6 +239,11 @@ def slurm(options: SlurmOptions) -> None:
         srun=options.srun or [],
     )
     _print(text, job, options.as_json)
+    if job.cpus_per_rank is None and not any(s.startswith(("--cpus", "-c")) for s in sbatch):
+        print(
+            "warning: the script requests no CPU cores, and many clusters give a task one: --cpus-per-rank",
+            file=sys.stderr,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

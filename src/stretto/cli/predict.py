@@ -185,14 +185,20 @@ def _estimate(options: PredictOptions) -> tuple[Estimate, Mapping[str, str]]:
             job = job_of(loaded)
             if wrong := problems(job):
                 raise wrong[0]
+            defaults = dict[str, str]()
             if cluster == "here":  # as the config's training uses this machine
                 machine = machine_of(job, loaded.train.device, loaded.train.threads)
             else:
                 machine = find_cluster(cluster).sized(job.layout.world)
+                devices = find_cluster(cluster).devices
+                if ":" in cluster and devices != job.layout.world:
+                    defaults["devices"] = (
+                        f"{job.layout.world} of {devices}, as many as the config's layout has"
+                    )
             assumptions = Assumptions()
             if options.software is not None:
                 assumptions = Assumptions(software=software_named(options.software))
-            return estimate(job, machine, assumptions, memory=options.memory), {}
+            return estimate(job, machine, assumptions, memory=options.memory), defaults
     if model is None:
         raise StrettoError("--model is missing", hint="add --model llama3-8b, a config, or --table FILE.csv")
     if options.software is not None:

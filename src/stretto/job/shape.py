@@ -380,7 +380,7 @@ def check_built(shape: ModelShape) -> None:
     if shape.unsupported_parts:
         raise StrettoError(
             f"this model has {', '.join(shape.unsupported_parts)}: it can be planned, not yet built",
-            hint="`stretto catalogue NAME` shows whether Stretto can train a model",
+            hint="`stretto plan` and `stretto predict` take it; train a model without them",
         )
 
 

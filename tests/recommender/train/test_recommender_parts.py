@@ -299,7 +299,7 @@ def test_records_are_told_in_a_line() -> None:
         step_time_s=0.02,
     )
     assert step_line(step, 300) == (
-        "step 10/300 | epoch 0.42 | loss 0.5000 | grad_norm 1.250 | lr 1.0e-03 | tables 2.0e-02 | "
+        "step 10/300 | epoch 0.42 | loss 0.5000 | grad_norm 1.250 | lr 1.0e-03, of tables 2.0e-02 | "
         "0.02 s/step | samples/s 81234"
     )
     record = ClickEval(

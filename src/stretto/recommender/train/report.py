@@ -104,14 +104,13 @@ class ClickEval:
 
 
 def step_line(record: ClickStep, steps: int) -> str:
-    """Such as `step 10/300 | epoch 0.42 | loss 0.51 | lr 1.0e-03 | tables 2.0e-02 | 0.1 s/step | ...`."""
+    """Such as `step 10/300 | epoch 0.42 | loss 0.51 | lr 1.0e-03, of tables 2.0e-02 | 0.1 s/step | ...`."""
     parts = [
         f"step {record.step}/{steps}",
         f"epoch {record.epoch:.2f}",
         f"loss {number(record.loss, 4)}",
         *([] if record.grad_norm is None else [f"grad_norm {number(record.grad_norm, 3)}"]),
-        f"lr {record.lr:.1e}",
-        f"tables {record.lr_tables:.1e}",
+        f"lr {record.lr:.1e}, of tables {record.lr_tables:.1e}",
         f"{record.step_time_s:.3g} s/step",
         f"samples/s {number(record.samples_per_s, 0)}",
         *([] if record.memory_gib is None else [f"memory {record.memory_gib:.2f} GiB"]),
