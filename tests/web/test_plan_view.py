@@ -287,7 +287,7 @@ def test_a_search_from_the_page(opened: Callable[..., Page], page_address: str) 
     page.get_by_label("Fixed choices").fill("pp=1,2 micro_batch=2")
     page.get_by_label("Work").select_option("0.5")
     page.get_by_role("button", name="Search").click()
-    page.wait_for_selector("[aria-busy=false] .scatter")
+    page.wait_for_selector("div[aria-busy=false] .scatter")
     question = {
         "ask": "plan",
         "model": "gpt2-large",
@@ -309,7 +309,7 @@ def test_a_search_from_the_page(opened: Callable[..., Page], page_address: str) 
     assert written.startswith(f"# {layouts[1]}\n")
     # the address holds the search
     again = opened(page.url)
-    again.wait_for_selector("[aria-busy=false] .scatter")
+    again.wait_for_selector("div[aria-busy=false] .scatter")
     assert again.locator("table").first.locator("tbody tr").count() == table.count()
     again.get_by_label("Fixed choices").fill("tpp=2")
     again.get_by_role("button", name="Search").click()
