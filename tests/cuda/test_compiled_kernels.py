@@ -16,9 +16,13 @@ import torch
 
 import stretto
 
-pytestmark = pytest.mark.skipif(
-    torch.version.cuda is None, reason="this torch was built without CUDA, so it has neither Triton nor ptxas"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.version.cuda is None,
+        reason="this torch was built without CUDA, so it has neither Triton nor ptxas",
+    ),
+    pytest.mark.timeout(1600),
+]
 SCRIPT = Path(__file__).parent / "compiled_kernels.py"
 SOURCE = Path(stretto.__file__).parents[1]  # with a planted fault, if there is one
 A_FEW = "^(Llama 3, bf16|Gemma 2, bf16|Mixtral, routed experts|Mistral, window|gpt-oss, sinks and window)$"
