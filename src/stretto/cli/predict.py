@@ -189,12 +189,11 @@ def _estimate(options: PredictOptions) -> tuple[Estimate, Mapping[str, str]]:
             if cluster == "here":  # as the config's training uses this machine
                 machine = machine_of(job, loaded.train.device, loaded.train.threads)
             else:
-                machine = find_cluster(cluster).sized(job.layout.world)
-                devices = find_cluster(cluster).devices
-                if ":" in cluster and devices != job.layout.world:
-                    defaults["devices"] = (
-                        f"{job.layout.world} of {devices}, as many as the config's layout has"
-                    )
+                requested = find_cluster(cluster)
+                machine = requested.sized(job.layout.world)
+                if ":" in cluster and requested.devices != job.layout.world:
+                    devices = f"{job.layout.world} of {requested.devices}, as many as the config's layout has"
+                    defaults["devices"] = devices
             assumptions = Assumptions()
             if options.software is not None:
                 assumptions = Assumptions(software=software_named(options.software))
