@@ -101,7 +101,7 @@ def test_what_cannot_be_built_is_planned_and_not_written(
     monkeypatch.setattr(search_module, "search", lambda *_: pytest.fail("searched before the refusal"))
     printed = stretto.error(*wanted, "--write", str(tmp_path / "no.yaml"))
     assert "not yet built" in printed
-    assert "`stretto catalogue NAME` shows whether" in printed
+    assert "train a model without them" in printed
     assert not (tmp_path / "no.yaml").exists()
 
 
