@@ -17,8 +17,8 @@ class StrettoError(ValueError):
     """
 
     def __init__(self, message: str, *, hint: str | None = None, others: Sequence[StrettoError] = ()) -> None:
-        self.message = _short(message)
-        self.hint = None if hint is None else _short(hint)
+        self.message = shortened(message)
+        self.hint = None if hint is None else shortened(hint)
         self.others = tuple(others)
         super().__init__(self.message)
 
@@ -40,7 +40,7 @@ LONGEST = 2000  # characters of a message, and of a hint
 MOST_OTHERS = 5  # problems of one input that are printed after the first
 
 
-def _short(text: str) -> str:
+def shortened(text: str) -> str:
     """Return the text without its middle if it is too long to read, such as a value of megabytes."""
     if len(text) <= LONGEST:
         return text

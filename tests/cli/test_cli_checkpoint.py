@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -100,6 +101,7 @@ def test_export_takes_the_newest_whole_checkpoint_and_import_restores_it(
         (["import", "nowhere", "--out", "x"], "nowhere/config.json does not exist"),
         (["export", "nowhere"], "Missing option '--out'"),
         (["export", "nowhere", "--out", "x", "--shard-gb", "0"], "--shard-gb"),
+        (["export", "nowhere", "--out", "x", "--shard-gb", "nan"], "--shard-gb is nan"),
     ],
 )
 def test_bad_input(
@@ -114,6 +116,22 @@ def test_bad_input(
     assert message in lines[0]
     assert lines[0].startswith("error: ")
     assert len(lines) == 2
+
+
+def test_a_folder_of_runs_is_answered_with_their_names(
+    folder: Path, tmp_path: Path, stretto: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    for number in range(10):
+        copytree(folder / "checkpoints", home / "runs" / f"run{number}" / "checkpoints")
+    (home / "runs" / "empty").mkdir()
+    monkeypatch.chdir(home)
+    names = "hint: name one of the runs there: runs/run0, runs/run1, runs/run2,"
+    for path in ("runs", "."):
+        for command in (["checkpoint", "list"], ["checkpoint", "verify"], ["generate"], ["evaluate"]):
+            assert names in (error := stretto.error(*command, path))
+            assert "runs/run7 and 2 more" in error
+            assert "empty" not in error
 
 
 # how the help calls each family

@@ -52,6 +52,22 @@ def test_text_is_a_function_of_the_seed(folder: Path, stretto: CommandLine) -> N
     assert greedy[0] == greedy[1]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--top-p", "3", "--top-p is 3.0, must be above 0 and at most 1"),
+        ("--top-p", "nan", "--top-p is nan, must be a finite number"),
+        ("--temperature", "nan", "--temperature is nan, must be a finite number"),
+        ("--seed", str(2**64), f"--seed is {2**64}: must be between"),
+        ("--device", "foo", "--device is foo, but there is no such device here"),
+    ],
+)
+def test_a_bad_option_is_named_as_it_was_typed(
+    folder: Path, stretto: CommandLine, option: str, value: str, message: str
+) -> None:
+    assert f"error: {message}" in stretto.error("generate", folder / "runs" / "single", option, value)
+
+
 def test_a_run_its_checkpoints_and_one_checkpoint_are_all_names_of_it(
     folder: Path, stretto: CommandLine
 ) -> None:

@@ -69,6 +69,9 @@ def test_every_command_has_a_summary_of_one_line_and_an_example(name: str) -> No
         (["layout"], "--world", "stretto layout --help"),
         (["layout", "--world", "6", "--pp", "4"], "world=6", "nearest legal world is"),
         (["launch", "slrum"], "'slrum'", "did you mean 'slurm'?"),
+        (["checkpoint", "export", "x", "--out", "y", "--format", "hf"], "'hf'", "mean 'huggingface'?"),
+        (["checkpoint", "import", "x", "--out", "y", "--format", "megatron-lm"], "", "mean 'megatron'?"),
+        (["checkpoint", "export", "x", "--out", "y", "--dtype", "bf16"], "--dtype", "mean 'bfloat16'?"),
         (["--verison"], "--verison", "did you mean '--version'?"),
         (
             ["train", "a.yaml", "--layout.tp", "2"],
@@ -87,6 +90,28 @@ def test_bad_input_is_one_error_line_and_a_hint(
     assert error in first
     assert second.startswith("hint: ")
     assert hint in second
+
+
+PIPELINE = "--ranks 4 --microbatches 8"
+MISTYPED = {
+    f"schedule 1f1b {PIPELINE} --memory x": ("--memory is 'x'", "--memory 4 or"),
+    f"schedule 1f1b {PIPELINE} --chunks 3": ("--chunks is 3, but", "leave --chunks out"),
+    f"schedule 1f1b {PIPELINE} --vertical-sync": ("--vertical-sync is True", "leave --vertical-sync out"),
+    f"schedule interleaved {PIPELINE} --group 3": ("--group is 3, must be 4 to 8", "nearest is --group 4"),
+    f"schedule 1f1b {PIPELINE} --from nan": ("--from is nan, must be a finite number", None),
+    "schedule chimera --ranks 3 --microbatches 4": ("--ranks is 3", "--ranks 4 or --ranks 2"),
+    "launch slurm quickstart --sbatch foo": ("--sbatch 'foo' is not an option", "write --foo"),
+    "predict --model llama3-8b --cluster h100:8 batch=-3": ("error: batch is '-3'", None),
+    "predict --model llama3-8b --cluster h100:8 tp=3": ("error: tp=3 x cp=1", None),
+}
+
+
+@pytest.mark.parametrize("line", MISTYPED)
+def test_an_error_names_the_option_as_it_was_typed(line: str, stretto: CommandLine) -> None:
+    error = stretto.error(*line.split())
+    message, hint = MISTYPED[line]
+    assert message in error
+    assert hint is None or hint in error.splitlines()[1]
 
 
 def test_errors_of_many_lines_are_put_on_one(

@@ -354,15 +354,14 @@ def _shape(model: str | None) -> ModelShape:
 
 def _checkpoints(path: Path) -> list[Path]:
     """The checkpoints at a path, newest first."""
-    from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve, step_of
+    from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve, runs_hint, step_of
 
     if is_checkpoint(path) or (path.is_dir() and step_of(path) is not None):
         return [path]
     if paths := checkpoints(resolve(path)):
         return paths
-    raise StrettoError(
-        f"no checkpoint at {path}", hint="name a run folder, its checkpoints folder, or one checkpoint"
-    )
+    hint = runs_hint(path, "name a run folder, its checkpoints folder, or one checkpoint")
+    raise StrettoError(f"no checkpoint at {path}", hint=hint)
 
 
 def _newest(path: Path) -> Path:

@@ -72,7 +72,7 @@ def evaluate(
     with failures_reported():
         if isinstance(config, TrainConfig):
             split = split or ("test" if data is None else ALL)
-            check_split(split, (*SPLITS, ALL))
+            check_split(split, (*SPLITS, ALL), "--split")
             job = EvaluationJob(
                 config=evaluation_config(config, trained, data),
                 trained=trained,
@@ -90,7 +90,7 @@ def evaluate(
                     "--data is read whole: a log has no splits", hint="leave --split and --limit out"
                 )
             split = split or "valid"
-            check_split(split, folder.SPLITS)
+            check_split(split, folder.SPLITS, "--split")
             log = None if data is None else (data,)
             clicks = ScoringJob(
                 training=config, trained=trained, split=split, log=log, limit=limit, labelled=log is not None

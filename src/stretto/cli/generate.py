@@ -12,7 +12,7 @@ import typer
 from stretto.cli.options import CheckpointStep, Json, Port, TrainedRun, grouped
 from stretto.cli.output import command_app, failures_reported
 from stretto.cli.report import CommandReport
-from stretto.errors import StrettoError, read_text
+from stretto.errors import Problem, StrettoError, read_text
 from stretto.job.devices import METAVAR, check_device
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ def generate(options: GenerateOptions) -> None:
 
     chat, stop = options.chat, options.stop or []
     check_device(options.device, "--device")
+    if not abs(options.seed) < 2**63:
+        raise Problem("--seed", options.seed, "must be between -2**63 and 2**63", "--seed 0")
     if options.chat_template is not None and not chat:
         raise StrettoError(f"--chat-template {options.chat_template}: renders messages", hint="add --chat")
     checkpoint = find_trained(options.path, options.checkpoint).checkpoint

@@ -54,7 +54,9 @@ class RanksOptions:
     signal_seconds: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Time to save from the signal to the end; default: train.grace_s, else 120."
+            min=1,
+            max=65535,
+            help="Time to save from the signal to the end; default: train.grace_s, else 120.",
         ),
     ] = None
     port: Annotated[int, typer.Option(help="Port of the rendezvous on the first node.")] = 29400
@@ -88,6 +90,7 @@ RESTARTS = typer.Option(
     "--requeues",
     "--restarts",
     min=0,
+    max=10**6,
     help="Most times that the stopped job is started again; a new submission starts at 0.",
 )
 

@@ -59,6 +59,9 @@ COMMANDS = (
     "studio",
 )
 
+# short and other names of formats
+_SYNONYMS = {"hf": "huggingface", "safetensors": "huggingface", "mcore": "megatron", "torchtitan": "dcp"}
+
 # recent versions of typer vendor click, so its class is reached through one that typer exports
 UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
 
@@ -219,16 +222,18 @@ def _usage(error: Any, arguments: Sequence[str]) -> tuple[str, str]:
         similar = nearest(wrong, [*options, "--help"])
         hint = f"did you mean {similar!r}? {hint}" if similar and similar != wrong else hint
         return cast(str, error.message), hint
-    message = cast(str, error.format_message())
+    message, names = cast(str, error.format_message()), list[str]()
+    # what is not one of the choices of an option
+    if match := re.fullmatch(r"Invalid value for .*: '(.*)' is not one of (.*)\.", message, re.DOTALL):
+        wrong, names = _SYNONYMS.get(match[1].lower(), match[1]), re.findall(r"'([^']*)'", match[2])
     if message == "Missing argument 'CONFIG'.":
         path = getattr(context, "command_path", _command_path(arguments))
         hint = f"as in `{path} quickstart`; `stretto init` lists the examples; {hint}"
     if message.startswith("No such command") and context is not None:
-        wrong = str(message).split("'")[1]
-        similar = nearest(wrong, context.command.list_commands(context))
+        wrong, names = message.split("'")[1], context.command.list_commands(context)
         message = f"No such command {wrong!r}."
-        hint = f"did you mean {similar!r}? {hint}" if similar else hint
-    return message, hint
+    similar = nearest(wrong or "", names)
+    return message, f"did you mean {similar!r}? {hint}" if similar else hint
 
 
 def _as_override(option: str, arguments: Sequence[str]) -> str | None:

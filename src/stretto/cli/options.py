@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from stretto.errors import StrettoError, nearest
 
@@ -74,6 +77,16 @@ def check_choice(option: str, value: str, allowed: Iterable[str]) -> None:
         )
 
 
+def as_typed(text: str, flags: Mapping[str, str]) -> str:
+    """Return the text of an error with options as they were typed, in place of arguments in Python."""
+    name = rf"(?:train\.(?=device\b))?({'|'.join(flags) or '$.'})"
+    return re.sub(
+        rf"(?<![\w.:-]){name}(?:=(?=[\w'])|(?= out\b))|^{name}(?= (?:is|has)\b)",
+        lambda match: (flag := flags[match[1] or match[2]]) + "= "[flag[0] == "-"] * match[0].endswith("="),
+        text,
+    )
+
+
 def software_named(name: str) -> SoftwareAssumptions:
     """Return the profile that `--software` names.
 
@@ -87,17 +100,34 @@ def software_named(name: str) -> SoftwareAssumptions:
 
 
 def grouped(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Let a command take its options as one object.
+    """Let a command take its options as one object, and name them in its errors as they were typed.
 
     Args:
         options: a dataclass whose fields are declared as the parameters of a Typer command are.
     """
 
     def decorate(command: Callable[[T], None]) -> Callable[..., None]:
-        def parse(**values: Any) -> None:
-            command(options(**values))
-
         hints = get_type_hints(options, include_extras=True)
+        flags = dict[str, str]()
+        for name, hint in hints.items():
+            if isinstance(kind := getattr(hint, "__metadata__", [None])[0], OptionInfo):
+                first = kind.default  # typer takes a first flag for a default
+                flags[name] = first if isinstance(first, str) else f"--{name.replace('_', '-')}"
+
+        def parse(**values: Any) -> None:
+            defaults = {field.name: field.default for field in fields(options)}  # pyright: ignore[reportArgumentType]
+            typed = {name: flag for name, flag in flags.items() if values[name] != defaults[name]}
+            for name, value in values.items():
+                if isinstance(value, float) and not isfinite(value):
+                    wrong = f"{typed[name]} is {value}, must be a finite number"
+                    raise StrettoError(wrong, hint=f"give a number, or leave {typed[name]} out")
+            try:
+                command(options(**values))
+            except StrettoError as error:
+                error.message = as_typed(error.message, typed)
+                error.hint = error.hint and as_typed(error.hint, typed)
+                raise
+
         parse.__name__, parse.__doc__ = command.__name__, command.__doc__
         parse.__annotations__ = hints
         parse.__signature__ = Signature(  # pyright: ignore[reportFunctionMemberAccess]

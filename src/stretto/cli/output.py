@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from stretto.errors import MOST_OTHERS, StrettoError
+from stretto.errors import MOST_OTHERS, StrettoError, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from stretto.run.launch.failure import Failure
-
-
-LONGEST_MESSAGE = 2000  # characters of an error or a hint
 
 
 def command_app(**settings: Any) -> typer.Typer:
@@ -80,22 +77,13 @@ def _cannot_write(path: Path, reason: str | None) -> StrettoError:
 
 def print_error(message: str, hint: str | None, others: Sequence[StrettoError] = ()) -> None:
     """Print an `error:` and a `hint:` line on stderr, and the same of further problems of the same input."""
-    print(f"error: {_line(message)}", file=sys.stderr)
+    print(f"error: {shortened(' '.join(message.split()))}", file=sys.stderr)
     if hint:
-        print(f"hint: {_line(hint)}", file=sys.stderr)
+        print(f"hint: {shortened(' '.join(hint.split()))}", file=sys.stderr)
     for other in others[:MOST_OTHERS]:
         print_error(other.message, other.hint)
     if (left := len(others) - MOST_OTHERS) > 0:
         print(f"{left} more problem{'s' * (left > 1)} after these", file=sys.stderr)
-
-
-def _line(text: str) -> str:
-    """Join the text to one line, and cut the middle of a very long one, such as a value of megabytes."""
-    line = " ".join(text.split())
-    if len(line) <= LONGEST_MESSAGE:
-        return line
-    half = LONGEST_MESSAGE // 2
-    return f"{line[:half]} ... ({len(line) - 2 * half:,} characters left out) ... {line[-half:]}"
 
 
 def coloured(to: Console) -> bool:

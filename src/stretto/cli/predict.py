@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli import interop
-from stretto.cli.options import ClusterName, Json, ModelName, Software, grouped, software_named
+from stretto.cli.options import ClusterName, Json, ModelName, Software, as_typed, grouped, software_named
 from stretto.cli.output import check_writable, command_app, say_no, tflops_text, write_file
 from stretto.cli.report import Cell, CommandReport, number, text
 from stretto.errors import StrettoError
@@ -219,7 +219,7 @@ def run_from_arguments(arguments: Sequence[str], model: str, cluster: str) -> Ru
     from stretto.planner.runs import read_run
 
     fields = {*_MORE_FIELDS, *(name for section in _FIELDS for name in SECTIONS[section])}
-    cells = dict[str, str]()
+    cells, synonyms = dict[str, str](), dict[str, str]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not value:
@@ -232,7 +232,12 @@ def run_from_arguments(arguments: Sequence[str], model: str, cluster: str) -> Ru
         if name in cells:
             raise StrettoError(f"{key} is given twice", hint="give every field at most once")
         cells[name] = value
-    return read_run({**cells, "model": model}, find_cluster(cluster), find_shape(model))
+        synonyms |= {name: key} if name != key else {}
+    try:
+        return read_run({**cells, "model": model}, find_cluster(cluster), find_shape(model))
+    except StrettoError as error:
+        error.message = as_typed(error.message, synonyms)
+        raise
 
 
 # ------------------------------------------------------------------ JSON

@@ -21,6 +21,7 @@ from stretto.errors import StrettoError
 PARTIAL = ".partial"
 REPLACED = ".replaced"
 DELETING = ".deleting"
+MOST_RUNS = 8  # that a hint names
 HELD_OUT_LOSS = "held_out_loss"  # key of a checkpoint's metadata: loss of the evaluation after its step
 
 
@@ -52,6 +53,14 @@ def resolve(path: Path) -> Path:
     """Return the folder of checkpoints in a run's folder; any other path unchanged."""
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path
+
+
+def runs_hint(folder: Path, otherwise: str) -> str:
+    """Return a hint that names the runs in a folder that is none itself; `otherwise` if it contains none."""
+    inner = [path for name in (".", "runs") if (folder / name).is_dir() for path in (folder / name).iterdir()]
+    runs = sorted(str(path) for path in inner if checkpoints(resolve(path)))
+    more = f" and {len(runs) - MOST_RUNS} more" if len(runs) > MOST_RUNS else ""
+    return f"name one of the runs there: {', '.join(runs[:MOST_RUNS])}{more}" if runs else otherwise
 
 
 def is_checkpoint(path: Path) -> bool:

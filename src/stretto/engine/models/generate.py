@@ -144,13 +144,13 @@ def check_sampling(
         raise StrettoError(f"max_new_tokens {max_new_tokens} is below 0", hint="0 or more")
     if not 0.0 <= temperature < float("inf"):
         raise StrettoError(
-            f"temperature {temperature} is not 0 or more", hint="0 selects the likeliest token"
+            f"temperature is {temperature}, must be 0 or more", hint="0 selects the likeliest token"
         )
     if top_k is not None and top_k < 1:
         raise StrettoError(
-            f"top_k {top_k} is below 1", hint="leave it out to sample from the full vocabulary"
+            f"top_k is {top_k}, must be 1 or more", hint="leave it out to sample from the full vocabulary"
         )
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise StrettoError(
-            f"top_p {top_p} is not above 0 and at most 1", hint="the usual values are 0.9 to 1"
+            f"top_p is {top_p}, must be above 0 and at most 1", hint="common values are 0.9 to 1"
         )

@@ -77,11 +77,11 @@ def split_range(source: TokenSource, split: str, ratio: str | None) -> range:
     return range(source.size) if split == ALL else splits_of(source, ratio)[split]
 
 
-def check_split(split: str, allowed: Sequence[str]) -> None:
-    """Raise StrettoError for a name that is no split."""
+def check_split(split: str, allowed: Sequence[str], field: str = "split") -> None:
+    """Raise StrettoError for a name that is no split; its message begins with `field`."""
     if split not in allowed:
         close = nearest(split, allowed)
         raise StrettoError(
-            f"split {split!r}: allowed are {', '.join(allowed)}",
+            f"{field} {split!r}: allowed are {', '.join(allowed)}",
             hint=f"did you mean {close}?" if close else None,
         )

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import yaml
 
-from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve, step_of
+from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve, runs_hint, step_of
 from stretto.engine.checkpoint.manifest import quick_problems, read_manifest
 from stretto.errors import StrettoError
 from stretto.run.config.load import read_config
@@ -95,9 +95,8 @@ def find_trained(path: Path, step: int | None = None) -> Trained:
         raise StrettoError(f"{path} is a file", hint="name a run such as runs/quickstart, or a checkpoint")
     candidates = checkpoints(resolve(path))
     if not candidates:
-        raise StrettoError(
-            f"{path}: no checkpoint there", hint="name a run such as runs/quickstart, or a step-... folder"
-        )
+        hint = runs_hint(path, "name a run such as runs/quickstart, or a step-... folder")
+        raise StrettoError(f"{path}: no checkpoint there", hint=hint)
     if step is not None:
         steps = [step_of(candidate) for candidate in candidates]
         if step not in steps:

@@ -74,7 +74,8 @@ class ClusterJob:
         ):
             value = getattr(self, name)
             if not smallest <= value <= largest:
-                raise Problem(name, value, f"must be from {smallest} to {largest}")
+                field = "train.grace_s" if name == "grace_s" else name
+                raise Problem(field, value, f"must be from {smallest} to {largest}")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise Problem(
                 "time", repr(self.time), "not a time limit", "minutes, HH:MM:SS or D-HH:MM:SS, as in 12:00:00"

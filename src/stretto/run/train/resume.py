@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve
+from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve, runs_hint
 from stretto.engine.checkpoint.index import OPTIM
 from stretto.engine.checkpoint.manifest import quick_problems, read_manifest, read_tensors
 from stretto.engine.checkpoint.metadata import is_of_run
@@ -213,9 +213,9 @@ def _fix(name: str, value: Any) -> str:
 
 def no_checkpoint_error(wanted: str) -> StrettoError:
     """Return the error of a path that is named in the config and has no checkpoint."""
+    otherwise = "name a run's folder, its checkpoints folder, or one step-... folder; or use auto"
     return StrettoError(
-        f"checkpoint.resume is {wanted}: no checkpoint there",
-        hint="name a run's folder, its checkpoints folder, or one step-... folder; or use auto",
+        f"checkpoint.resume is {wanted}: no checkpoint there", hint=runs_hint(Path(wanted), otherwise)
     )
 
 
