@@ -60,6 +60,16 @@ def test_both_bubbles_are_on_the_page(view: Any) -> None:
         assert text in bubbles
 
 
+def test_columns_of_bubbles_are_aligned_alike_with_and_without_formulas(view: Any) -> None:
+    view.get_by_role("button", name="Add a schedule").click()  # zb-v, which has none
+    view.wait_for_selector("[data-ready='2']")
+    table = view.get_by_role("region", name="The bubble, by definition")
+    table.get_by_role("columnheader", name="zb-v").wait_for()
+    assert set(
+        table.locator("td").evaluate_all("all => all.map((cell) => getComputedStyle(cell).textAlign)")
+    ) == {"left"}
+
+
 def test_choose_and_type(view: Any) -> None:
     view.get_by_label("Schedule", exact=True).first.select_option("interleaved")
     type_into(view, "chunks", "4")

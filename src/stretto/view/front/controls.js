@@ -60,8 +60,9 @@ const sortable = (cell) => {
   return parseFloat(value) * (UNITS[unit] ?? 1);
 };
 
-// A table whose first row is its header; a click on a column's name sorts by it.
-export const Table = ({ rows, caption, onRow, marked }) => {
+// A table whose first row is its header; a click on a column's name sorts by it. Columns of numbers are aligned
+// right, unless `left` is set: some columns of the table have formulas, and others have none.
+export const Table = ({ rows, caption, onRow, marked, left }) => {
   const [order, setOrder] = useState(null); // {column, down}
   if (!rows?.length) return null;
   const [head, ...body] = rows, numeric = head.map((_, at) => body.every((row) => row[at] === "" || !Number.isNaN(sortable(row[at]))));
@@ -75,11 +76,11 @@ export const Table = ({ rows, caption, onRow, marked }) => {
   }
   const sort = (column) => setOrder({ column, down: order?.column === column && !order.down });
   return html`<div class="wide" tabindex="0" role="region" aria-label=${t(caption)}><table><caption>${t(caption)}</caption>
-    <thead><tr>${head.map((name, at) => html`<th scope="col" class=${numeric[at] ? "" : "text"}
+    <thead><tr>${head.map((name, at) => html`<th scope="col" class=${numeric[at] && !left ? "" : "text"}
       aria-sort=${order?.column === at ? (order.down ? "descending" : "ascending") : null}>
       <button type="button" class="sort" onClick=${() => sort(at)}>${t(name) || "#"}</button></th>`)}</tr></thead>
     <tbody>${indices.map((at) => html`<tr key=${at} class=${marked === at ? "marked" : ""} onClick=${onRow && (() => onRow(at))}>
-      ${body[at].map((cell, column) => (column ? html`<td class=${numeric[column] ? "" : "text"}>${cell}</td>` : html`<th scope="row">${cell}</th>`))}
+      ${body[at].map((cell, column) => (column ? html`<td class=${numeric[column] && !left ? "" : "text"}>${cell}</td>` : html`<th scope="row">${cell}</th>`))}
     </tr>`)}</tbody></table></div>`;
 };
 

@@ -10,7 +10,7 @@ import { t } from "stretto/strings";
 // What the page shows of an answer, which a recorded page has as well.
 const Figures = ({ answer }) => html`
   <${Table} rows=${answer?.table} caption="Figures" />
-  <${Table} rows=${answer?.bubbles?.map(([name, ...cells]) => [t(name.trim()), ...cells])} caption="The bubble, by definition" />
+  <${Table} rows=${answer?.bubbles?.map(([name, ...cells]) => [t(name.trim()), ...cells])} caption="The bubble, by definition" left />
   <${Table} rows=${answer?.versions} caption="Versions of the weights that a rank holds at most" />`;
 
 const Recorded = ({ ask }) => {
