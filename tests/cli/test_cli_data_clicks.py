@@ -81,7 +81,7 @@ def test_an_interrupted_build_prints_the_resume_command(
         (["clicks", "day_0", "--out", "x", "--threshold", "0"], "threshold 0"),
         (["clicks", "rows.csv", "--out", "x"], "no column 'label'"),
         (["clicks", "rows.csv", "--out", "x", "--format", "cvs"], "format 'cvs'"),
-        (["clicks", "tokens.txt", "--out", "x"], "line 1: 1 columns, not 40"),
+        (["clicks", "tokens.txt", "--out", "x"], "line 1: 1 column, not 40"),
         (["clicks", "day_0", "--out", "."], "holds other files"),
     ],
 )

@@ -85,6 +85,7 @@ def test_a_job_that_does_not_fit_is_a_no(
         ("config configs/llama-tiny-tp2.yaml --emit megatron", "train.device is cpu: Megatron-LM trains on"),
         ("config configs/dlrm.yaml --emit megatron --no-check", "megatron trains no recommenders"),
         ("predict --from megatron", "--from megatron takes a file"),
+        ("predict --from runs.csv", "hint: --table reads a CSV"),
         ("predict --from megatron x.sh --table t.csv", "--from reads the job, so --table conflicts"),
         (
             "predict --from nemo configs/dlrm.yaml --cluster h100:8",

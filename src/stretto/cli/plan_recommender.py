@@ -11,7 +11,7 @@ from stretto.cli import interop
 from stretto.cli.options import check_choice
 from stretto.cli.output import say_no
 from stretto.cli.report import CommandReport
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError, counted, nearest
 
 if TYPE_CHECKING:
     from stretto.cli.plan_options import PlanOptions
@@ -185,7 +185,7 @@ def _add_placement(report: CommandReport, model: str, plan: TablePlan) -> None:
     )
     uniform = sum(popularity.source == "uniform" for popularity in job.popularity)
     if uniform:
-        report.line(f"no popularity of ids is known for {uniform} tables: taken as uniform")
+        report.line(f"no popularity of ids is known for {counted(uniform, 'table')}: taken as uniform")
     report.line(f"\n{plan.samples_per_s:,.0f} samples/s, {1e3 * plan.seconds:.3g} ms a step:")
     for name, seconds in sorted(plan.step.parts.items(), key=lambda part: -part[1]):
         if seconds > 0:

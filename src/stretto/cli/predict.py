@@ -20,7 +20,7 @@ from stretto.cli import interop
 from stretto.cli.options import ClusterName, Json, ModelName, Software, as_typed, grouped, software_named
 from stretto.cli.output import check_writable, command_app, say_no, tflops_text, write_file
 from stretto.cli.report import Cell, CommandReport, number, text
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, counted
 
 if TYPE_CHECKING:
     from stretto.planner.estimate import Estimate
@@ -370,7 +370,7 @@ def _table_report(options: PredictOptions, table: Path) -> CommandReport:
     if len(rows) <= _ROWS:
         _add_rows(report, rows)
     count = sum(each.estimate is not None for each in rows)
-    report.line(f"{len(rows)} rows, {count} predicted{f', written to {out}' if out else ''}")
+    report.line(f"{counted(len(rows), 'row')}, {count} predicted{f', written to {out}' if out else ''}")
     _add_scores(report, scores, rows)
     _add_notes(report, rows)
     return report
@@ -492,7 +492,7 @@ def _add_scores(report: CommandReport, scores: TableScores, rows: Sequence[Predi
         )
     if failed := sum(memory.out_of_memory.values()):
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in memory.out_of_memory.items())
-        report.line(f"out of memory: {failed} rows, predicted: {verdicts}")
+        report.line(f"out of memory: {counted(failed, 'row')}, predicted: {verdicts}")
     if memory.ran_does_not_fit:
         report.line(f"{memory.ran_does_not_fit} of {memory.ran} rows that ran were predicted not to fit")
 
@@ -519,7 +519,7 @@ def _add_notes(report: CommandReport, rows: Sequence[PredictedRow]) -> None:
         report.line("defaults of empty cells:")
     chosen = sorted(counts.items(), key=lambda entry: (entry[0][0] not in _WEIGHTY, -entry[1]))
     for (name, value), count in chosen[:_DEFAULTS]:
-        report.line(f"  {name}={value}: {count} row{'s' if count > 1 else ''}")
+        report.line(f"  {name}={value}: {counted(count, 'row')}")
     if len(chosen) > _DEFAULTS:
         report.line(
             f"  and {len(chosen) - _DEFAULTS} more: --out FILE.csv lists them by row, --row N one row"

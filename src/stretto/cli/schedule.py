@@ -22,7 +22,7 @@ from stretto.cli.options import (
 )
 from stretto.cli.output import coloured, command_app
 from stretto.cli.report import CommandReport
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError, counted, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -652,6 +652,6 @@ def _stage_layers(depth: int, layers: int | None, stages: str | None) -> list[in
         raise StrettoError(f"--stages is {stages!r}, must be numbers", hint="--stages 7,7,7,5") from None
     if len(counts) != depth:
         raise StrettoError(
-            f"--stages has {len(counts)} stages, the program {depth}", hint=f"give {depth} numbers"
+            f"--stages has {counted(len(counts), 'stage')}, the program {depth}", hint=f"give {depth} numbers"
         )
     return counts

@@ -22,6 +22,6 @@ def framework(name: str) -> ExternalFramework:
     """
     if name not in FRAMEWORKS:
         closest = nearest(name.lower(), FRAMEWORKS)
-        hint = f"did you mean {closest}?" if closest else None
+        hint = f"did you mean {closest}?" if closest else "--table reads a CSV" * name.endswith(".csv")
         raise StrettoError(f"framework {name!r} is not one of {', '.join(FRAMEWORKS)}", hint=hint)
     return FRAMEWORKS[name]

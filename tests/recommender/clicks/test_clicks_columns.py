@@ -149,7 +149,7 @@ def test_csv_faults_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     import stretto.recommender.clicks.tabular as reading
 
     path = tmp_path / "a.csv"
-    path.write_text("label,I1,C1\n0,1,a\n\n1,x,b\n1,2\n3,1,c\n1,inf,d\n,1,e\n1,nan,f\n0,7,g\n")
+    path.write_text('label,I1,C1\n0,1,a\n\n1,x,b\n1,2\n3,1,c\n1,inf,d\n,1,e\n1,nan,f\n0,7,g\n1\n0,1,"h\n')
     reader = CsvReader(path, ColumnNames())
     (piece,) = reader.read(path)
     assert piece.parsed.faults == [
@@ -158,6 +158,8 @@ def test_csv_faults_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (6, "label 3.0, not 0 or 1"),
         (7, "a number is infinite"),
         (8, "the label is missing"),
+        (11, "1 column, not 3"),
+        (12, "1 column, not 3"),  # a quotation mark that is not closed
     ]
     assert piece.parsed.blank == 1
     assert piece.parsed.chunk.keys.tolist() == text_keys(["a", "f", "g"]).tolist()

@@ -136,7 +136,7 @@ def test_a_malformed_line_ends_it_or_has_no_probability(
     out = tmp_path / "out.csv"
     assert run(["score", str(folder / "runs/tiny"), str(tmp_path / "log"), "--out", str(out)]) == 2
     message = capfd.readouterr().err
-    assert f"{tmp_path / 'log'}, line 1: 1 columns, not 40" in message
+    assert f"{tmp_path / 'log'}, line 1: 1 column, not 40" in message
     assert "--on-error nan" in message
     assert {path.name for path in tmp_path.iterdir()} == {"log"}, "nothing is left of a pass that failed"
     options = ("--out", out, "--on-error", "nan", "batch.global_size=8")

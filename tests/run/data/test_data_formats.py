@@ -274,7 +274,8 @@ def test_a_table_that_cannot_be_read_stops(tmp_path: Path, content: str, message
 def test_bad_rows_of_tables(tmp_path: Path, bad: bytes):
     path = tmp_path / "a.csv"
     path.write_bytes(b"\n".join([b"id,text", *[b"1,x"] * 15, bad, b'2,"y\ny"', b"", b"3,z"]))
-    with pytest.raises(StrettoError, match=r"line 1[78]"):
+    cells = ": 1 cell for 2 names" if bad == b"1" else ""
+    with pytest.raises(StrettoError, match=rf"line 1[78]{cells}"):
         texts(path)
     errors = RowErrors(on_error="skip")
     pieces = list(read_documents(path, "a", ReadOptions(on_error="skip"), errors))

@@ -285,7 +285,7 @@ class _Build:
                 writer.mark(file.path.name)
             if not tally.samples:
                 if not tally.faults:
-                    raise StrettoError("no samples: every line is blank", hint="name files with samples")
+                    raise StrettoError(f"{self.files[0].path}: no samples", hint="name files with samples")
                 name, line, reason = tally.faults[0]
                 raise StrettoError(f"no samples: {name}, line {line}: {reason}", hint="is it of this format?")
             extra = {"malformed": tally.faults, "unread": self.reader.unread}

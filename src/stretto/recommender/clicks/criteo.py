@@ -104,7 +104,8 @@ def parse(data: bytes, line: int = 1, labelled: bool = True) -> Parsed:
         lengths=None,
         labels=labels,
     )
-    faults = [(line + int(i), f"{widths[i]} columns, not {fields}") for i in np.flatnonzero(~good & ~blank)]
+    uneven = np.flatnonzero(~good & ~blank).tolist()
+    faults = [(line + i, f"{widths[i]} column{'s' * int(widths[i] != 1)}, not {fields}") for i in uneven]
     if wrong.any():
         lines = line + np.flatnonzero(good)
         bad: NDArray[np.bool_] = np.any(wrong, axis=1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError, counted, nearest
 from stretto.recommender.clicks.folder import runs
 from stretto.recommender.clicks.raw import (
     Columns,
@@ -303,7 +303,7 @@ class CsvReader:
                 rows.append(row)
                 row_lines.append(number)
             else:
-                faults.append((number, f"{len(row)} columns, not {len(header)}"))
+                faults.append((number, f"{counted(len(row), 'column')}, not {len(header)}"))
         cells = dict(zip(header, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(header, ())
         wrong = dict[int, str]()
         label = self._names.label
@@ -366,7 +366,7 @@ class CsvReader:
 def _split_line(line: str, delimiter: str) -> list[str]:
     """Split a line into fields; a blank line has none, and a line that is not CSV has one."""
     try:
-        return next(csv.reader([line], delimiter=delimiter), [])
+        return next(csv.reader([line], delimiter=delimiter, strict=True), [])
     except csv.Error:
         return [line]
 

@@ -28,7 +28,7 @@ def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -
     ranks = f"{counted(layout.ranks, 'rank')}{'' if kind == HOST else f' ({kind})'}"
     return "\n".join(
         [
-            f"dlrm of {short_count(dense)} dense parameters and {len(data.tables)} tables of "
+            f"dlrm of {short_count(dense)} dense parameters and {counted(len(data.tables), 'table')} of "
             f"{short_count(rows)} ({interaction}), {config.train.dtype}, on {ranks}; "
             f"{config.train.steps} steps of {config.batch.global_size} samples; "
             f"{optim.dense.name} and {optim.tables.name}",

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError, counted, nearest
 from stretto.run.config.data import InputFormat, ReadOptions
 from stretto.run.data.cuts import ExactCuts
 from stretto.run.data.file_format import HEAD, detect_format, not_text, undecodable
@@ -403,7 +403,7 @@ def _table_rows(path: Place, delimiter: str, field: str) -> Iterator[Row]:
                     hint="rename one of them",
                 )
         elif problem is None and cells and len(cells) != len(names):
-            rule = f"{path}, line {number}: {len(cells)} cells for {len(names)} names"
+            rule = f"{path}, line {number}: {counted(len(cells), 'cell')} for {counted(len(names), 'name')}"
             yield number, RowError("with too many or too few cells", rule, hint=_QUOTED)
         else:
             yield number, problem or (dict(zip(names, cells, strict=True)) if cells else None)
