@@ -54,6 +54,10 @@ local.PRELOAD = (
     "stretto.cli.main",
     "torch._dynamo",  # imported by the first optimiser of a process
     "torch.export._trace",  # by layers of a split batch, 0.4 s a rank
+    "torch.distributed.optim",  # with the next by models of torch's own parallelism, 0.4 s a rank
+    "torch.distributed.pipelining",
+    "stretto.prove",
+    "stretto.verify.language.precision",
     "numpy.random",
     "numpy.ma",
     "hypothesis",

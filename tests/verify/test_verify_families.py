@@ -57,6 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
+TWO_RANKS = [
+    changes(cp=2),
+    changes(tp=2, sequence_parallel=True),
+    changes(cp=2, context="ulysses"),
+]
 LAYOUTS = [
     changes(tp=2, cp=2, sequence_parallel=True),
     changes(tp=2, pp=2, schedule="zb-h1", recompute="selective"),
@@ -67,7 +72,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
-        *((name, LAYOUTS[at % 3 : at % 3 + 1]) for at, name in enumerate(MODELS)),
+        *((name, TWO_RANKS[at % 3 : at % 3 + 1]) for at, name in enumerate(MODELS)),
         *(pytest.param(name, LAYOUTS, marks=pytest.mark.slow) for name in MODELS),
     ],
     ids=[*MODELS, *(f"{name} in every layout" for name in MODELS)],

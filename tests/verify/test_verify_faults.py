@@ -230,7 +230,7 @@ def proved(config: TrainConfig, case: Changes, fault: Callable[[], None], steps:
         ),
         (
             forget_the_replicas,
-            PP2_DP2,
+            changes(dp=2),
             "every gradient differs between the 2 replicas, and their sum is the reference: the "
             "data-parallel reduction is missing",
         ),
@@ -243,23 +243,27 @@ def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "case", "says"),
     [
-        (forget_the_tied_sum, "it is not summed over the 2 stages that share it"),
+        (forget_the_tied_sum, PP2, "it is not summed over the 2 stages that share it"),
         pytest.param(
             sum_ties_twice,
+            PP2_DP2,
             "it is 2 times the reference, summed twice over the 2 stages that share it",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             average_ties,
+            PP2_DP2,
             "it is 0.5 times the reference, averaged over the 2 stages that share it",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_wrong_tied_sum_names_its_parameter(folder: Path, fault: Callable[[], None], says: str) -> None:
-    verdict = proved(four(folder), PP2_DP2, fault)
+def test_a_wrong_tied_sum_names_its_parameter(
+    folder: Path, fault: Callable[[], None], case: Changes, says: str
+) -> None:
+    verdict = proved(four(folder), case, fault)
     assert verdict["gradients"].worst == "embed.tok.weight"
     tied = "only the gradient of the tied parameter embed.tok.weight is wrong"
     assert verdict.diagnosis == f"{tied}: {says}"
@@ -291,9 +295,7 @@ def test_wrong_routing_weights_are_named(folder: Path, fault: Callable[[], None]
 
 
 def test_a_missing_sum_over_shared_heads_names_its_parameter(folder: Path) -> None:
-    verdict = proved(
-        four(folder, model=LLAMA), changes(tp=4, dp=1, pp=1, schedule="1f1b"), forget_the_shared_heads
-    )
+    verdict = proved(four(folder, "model.kv_heads=1", model=LLAMA), TP2, forget_the_shared_heads)
     assert verdict["gradients"].worst in ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight")
     assert verdict.diagnosis is not None
     assert "blocks.0.attn.qkv.weight" in verdict.diagnosis
@@ -302,7 +304,7 @@ def test_a_missing_sum_over_shared_heads_names_its_parameter(folder: Path) -> No
 
 
 def test_a_dropped_microbatch_is_named(folder: Path) -> None:
-    verdict = proved(job(folder, EIGHT), PP2_DP2, drop_a_microbatch)
+    verdict = proved(job(folder, EIGHT), PP2, drop_a_microbatch)
     assert verdict.diagnosis is not None
     assert "about 1 of 8 microbatches short: a microbatch is dropped" in verdict.diagnosis
     assert "first output" not in verdict.diagnosis
@@ -362,7 +364,7 @@ def drop_out_otherwise_again() -> None:
     ComputeCalls.backward = backward
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", [pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_a_forward_that_runs_again_otherwise_is_named(folder: Path, mode: Any) -> None:
     verdict = proved(four(folder), changes(**PP2, recompute=mode), drop_out_otherwise_again)
     assert verdict.diagnosis is not None
@@ -473,10 +475,11 @@ SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")
             changes(tp=1, dp=2, pp=1, schedule="pipedream"),
             "the losses are equal, but the weights after 4",
         ),
-        (
+        pytest.param(
             forget_the_replicas,
             changes(tp=1, dp=2, pp=1, schedule="pipedream"),
             "the weights after 4 delayed updates differ",
+            marks=pytest.mark.slow,
         ),
         (
             scale_by_the_whole_step,

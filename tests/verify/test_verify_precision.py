@@ -19,7 +19,7 @@ from stretto.verify.language.proof import language_proof
 from stretto.verify.recommender.every import AllCases, small
 from stretto.verify.recommender.proof import recommender_proof
 from stretto.verify.run import Findings, run_proof
-from tiny_job import LLAMA, changes, job, varied
+from tiny_job import LLAMA, Changes, changes, job, varied
 
 pytestmark = pytest.mark.apart
 
@@ -43,10 +43,32 @@ def forget_masters() -> None:
     FlatParameter.copy_masters = lambda self: None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_right_layouts_are_equal_in_their_own_types(tmp_path: Path, dtype: str) -> None:
-    cases = (changes(dp=2, mode="zero3"), changes(tp=2, sequence_parallel=True), changes(pp=2, mode="zero1"))
-    found = findings(tmp_path, None, *cases, changes(cp=2), dtype=dtype)
+LAYOUTS = [
+    changes(dp=2, mode="zero3"),
+    changes(tp=2, sequence_parallel=True),
+    changes(pp=2, mode="zero1"),
+    changes(cp=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cases"),
+    [
+        ("float32", LAYOUTS[:2]),
+        ("bfloat16", LAYOUTS[2:]),
+        *(
+            pytest.param(dtype, LAYOUTS, marks=pytest.mark.slow)
+            for dtype in ("float32", "bfloat16", "float16")
+        ),
+    ],
+    ids=[
+        "float32",
+        "bfloat16",
+        *(f"{dtype} in every layout" for dtype in ("float32", "bfloat16", "float16")),
+    ],
+)
+def test_right_layouts_are_equal_in_their_own_types(tmp_path: Path, dtype: str, cases: list[Changes]) -> None:
+    found = findings(tmp_path, None, *cases, dtype=dtype)
     assert all(verdict.equal for verdict in found.verdicts)
     for verdict in found.rounded:
         assert verdict.equal, verdict.diagnosis
@@ -85,12 +107,12 @@ optim: {dense: {lr: 0.02}, tables: {lr: 0.05}, clip: 0.05}
 """
 
 
-def of_tables(fault: Any, *overrides: str) -> Findings:
+def of_tables(fault: Any, *overrides: str, count: int = 3) -> Findings:
     """Placements of a small recommender with tables of every kind."""
     config = parse_config(_TABLES, overrides=overrides)
     assert isinstance(config, RecommenderConfig)
     config = small(config, 2)
-    cases = AllCases(config.table_specs(), 2).cases[:180:60]
+    cases = AllCases(config.table_specs(), 2).cases[: 60 * count : 60]
     proof = recommender_proof(config, config.table_specs(), cases, 2, own_types=True)
     return run_proof(proof, fault)
 
@@ -116,7 +138,7 @@ def test_16_bit_messages_are_compared_before_their_rounding_opens_a_relu() -> No
     assert verdict.equal, verdict.diagnosis
 
 
-@pytest.mark.parametrize("overrides", [(), ("tables.wire=bfloat16",)])
+@pytest.mark.parametrize("overrides", [(), pytest.param(("tables.wire=bfloat16",), marks=pytest.mark.slow)])
 def test_right_placements_are_equal_in_their_own_types(overrides: tuple[str, ...]) -> None:
     found = of_tables(None, *overrides)
     assert len(found.rounded) == len(found.verdicts) > 2
@@ -128,14 +150,15 @@ def test_right_placements_are_equal_in_their_own_types(overrides: tuple[str, ...
 
 
 def test_dense_gradients_in_a_smaller_type_are_seen_in_the_second_pass_alone() -> None:
-    found = of_tables(sum_in_16_bits)
+    found = of_tables(sum_in_16_bits, count=1)
+    assert found.rounded
     assert all(verdict.equal for verdict in found.verdicts)
     for verdict in found.rounded:
         assert "times what rounding may do" in (verdict.diagnosis or ""), verdict.layout
 
 
 def test_a_recommender_in_float64_has_no_second_pass() -> None:
-    found = of_tables(None, "train.dtype=float64")
+    found = of_tables(None, "train.dtype=float64", count=1)
     assert not found.rounded
     assert all(verdict.equal for verdict in found.verdicts)
 
