@@ -212,7 +212,14 @@ FOUR_SHARED: list[Over] = [
         for name in ("gpipe", "interleaved", "bfs", "zb-h1", "zb-v", "chimera")
     ),
     *(
-        {"layout.dp": 2, "layout.pp": 2, "schedule.name": "pipedream", **UNTIED, **shared(mode)}
+        {
+            "layout.dp": 2,
+            "layout.pp": 2,
+            "schedule.name": "pipedream",
+            "batch.global_size": 16,
+            **UNTIED,
+            **shared(mode),
+        }
         for mode in ("ddp", "zero1", "zero2")
     ),
 ]

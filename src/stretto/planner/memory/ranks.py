@@ -206,6 +206,7 @@ def stage_memory_of(
         memories,
         boundary=compute.element * last.shard * shape.hidden,
         resident=(units or job.units(stage)).resident(before),
+        split=(units or job.units(stage)).resident(before, split=True),
         messages=(message_bytes(shape, compute, layers[0]), message_bytes(shape, compute, layers[-1] + 1)),
     )
 
@@ -369,8 +370,8 @@ class _Walk:
             return work.backward
         # B is I, then W
         saved, flying = work.saved + work.ends, self.transient.flying(stage)
-        peak = max(work.split, work.queued + work.products - saved, self._last_product(stage) - saved)
-        return peak + flying
+        later = max(work.queued + work.products - saved, self._last_product(stage) - saved)
+        return max(work.split, later + flying)
 
     def _last_product(self, stage: int) -> int:
         """Bytes of gradients at the end of a W, beyond those in flight."""

@@ -77,6 +77,7 @@ def stage_memory(
     layers: Sequence[LayerMemory],
     boundary: int,
     resident: Sequence[Resident] = (),
+    split: Sequence[Resident] = (),
     messages: tuple[int, int] | None = None,
 ) -> StageMemory:
     """The memory of a stage.
@@ -85,6 +86,7 @@ def stage_memory(
         boundary: bytes of the activation that it hands on.
         messages: bytes of what enters it and of what it sends on, or None for `boundary` each.
         resident: gathered weights and open gradients at each layer.
+        split: the same for I, the first half of a split backward.
     """
     enters, returns = messages or (boundary, boundary)
     resident = resident or [Resident()] * len(layers)
@@ -112,7 +114,7 @@ def stage_memory(
         returns=returns,
         forward=_forward_peak(layers, [layer_resident.forward for layer_resident in resident]) - input_bytes,
         backward=_backward_peak(layers, boundary, False, resident),
-        split=_backward_peak(layers, boundary, True, resident),
+        split=_backward_peak(layers, boundary, True, split or resident),
         products=max(
             (
                 tensor.regathered + tensor.product + (next_tensor.regathered if next_tensor else 0)
@@ -177,7 +179,7 @@ def _layer_backward(
         last: the layer is the stage's last, with which the backward begins.
     """
     moved = peak = 0
-    gradients, steps = (0, []) if split else (resident.gradients, [*resident.steps])
+    gradients, steps = resident.gradients, [*resident.steps]
     incoming = 0 if last else boundary  # the gradient from the following layer
     # the tensors from the last to the first: saved ones one by one, recomputed neighbours as a group
     groups = list[list[LayerTensor]]()

@@ -94,31 +94,36 @@ class StageUnits:
         """Bytes of the update's temporaries."""
         return sum(unit.updating for unit in self.units)
 
-    def resident(self, before: int = 0) -> tuple[Resident, ...]:
+    def resident(self, before: int = 0, *, split: bool = False) -> tuple[Resident, ...]:
         """Gathered weights and open gradients while each layer computes: in the forward beyond all that is
         held, in the backward in place of what was waiting and in flight.
 
         Args:
             before: reductions of earlier microbatches that are under way, at most 2.
+            split: the backward is I of a split backward, which completes only gradients that are no products.
         """
-        if before not in self._residents:
-            self._residents[before] = self._resident(before)
-        return self._residents[before]
+        key = before, split
+        if key not in self._residents:
+            self._residents[key] = self._resident(before, split)
+        return self._residents[key]
 
     @cached_property
-    def _residents(self) -> dict[int, tuple[Resident, ...]]:
+    def _residents(self) -> dict[tuple[int, bool], tuple[Resident, ...]]:
         """Those computed so far: stages are shared by all layouts with the same shares (`stage_units`)."""
         return {}
 
-    def _resident(self, before: int) -> tuple[Resident, ...]:
+    def _resident(self, before: int, split: bool) -> tuple[Resident, ...]:
         if not self._each and self.gather != "layer":
             return (Resident(),) * len(self.layers)
         resident = list[Resident]()
-        flying, formed = self._flying_before(before), 0
-        missing = {id(unit): len(unit.parameters) for unit in self._each}
+        flying, formed = self._flying_before(before, split), 0
+        units = [unit for unit in self._each if not (split and self._in_products(unit))]
+        missing = {id(unit): len(unit.parameters) for unit in units}
         for index, layer in reversed(list(enumerate(self.layers))):
             gradients, steps = sum(flying) + formed, list[GradientStep]()
             for name, unit in self._by_layer[index]:
+                if id(unit) not in missing:
+                    continue
                 formed += unit.gradient_of(name)
                 now = packing = sum(flying) + formed
                 missing[id(unit)] -= 1
@@ -145,7 +150,7 @@ class StageUnits:
     def products(self, before: int) -> int:
         """Bytes of gradients at the end of a W, in place of those in flight; see `resident`."""
         sizes = [unit.full_gradient for unit in self._each]
-        return sum(sizes) + max(sizes, default=0) + sum(self._flying_before(before))
+        return sum(sizes) + max(sizes, default=0) + sum(self._flying_before(before, split=True))
 
     @cached_property
     def _by_layer(self) -> list[list[tuple[str, StateUnit]]]:
@@ -161,9 +166,10 @@ class StageUnits:
         first = [unit for gradients in self._by_layer for _, unit in reversed(gradients)]
         return tuple(reversed({id(unit): unit for unit in first}.values()))
 
-    def _flying_before(self, before: int) -> list[int]:
+    def _flying_before(self, before: int, split: bool) -> list[int]:
         """Bytes of the last reductions of earlier microbatches, at most two, that are under way."""
-        older = 2 * list(self.flying()[-UNDER_WAY:])
+        sizes = (*self.flying(True), *self.flying(False)) if split else self.flying()
+        older = 2 * list(sizes[-UNDER_WAY:])
         return older[len(older) - min(before, UNDER_WAY) :]
 
     def _of(self, layers: Iterable[int], without: Iterable[int] = ()) -> int:
@@ -277,7 +283,7 @@ class TransientMemory:
     def replaced(self, action: Action) -> int:
         """Bytes that are held now and are counted again in a backward's own peak."""
         waiting = self.units[action.stage].waiting if action.stage in self._waiting else 0
-        return waiting + (self.flying(action.stage) if action.kind is ActionKind.B else 0)
+        return waiting + self.flying(action.stage)
 
     def open(self, stage: int) -> None:
         """The first backward of a stage allocates its whole gradient, after the gradients that are reduced

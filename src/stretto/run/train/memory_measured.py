@@ -234,8 +234,10 @@ def measure(job: Job, mesh: Mesh, steps: int = 2) -> MeasuredMemory:
 
 
 def passing_flats(model: RankModel) -> Iterator[Tensor]:
-    """Yield unsharded weights and gradients, which may have memory only for a time."""
-    units = (unit.flat for units in model.states.units.values() for unit in units)
+    """Yield gathered weights and whole gradients, which may have memory only for a time; no weights that are
+    always whole, since a reference to them would keep an old version.
+    """
+    units = (unit.flat for units in model.states.units.values() for unit in units if unit.split)
     gradients = (flat.flat for buffer in model.pipeline.buffers.values() for flat in buffer.gradients)
     yield from (flat for flat in (*units, *gradients) if flat is not None)
 
