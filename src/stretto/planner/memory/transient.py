@@ -102,28 +102,16 @@ class StageUnits:
             before: reductions of earlier microbatches that are under way, at most 2.
             split: the backward is I of a split backward, which completes only gradients that are no products.
         """
-        key = before, split
-        if key not in self._residents:
-            self._residents[key] = self._resident(before, split)
-        return self._residents[key]
-
-    @cached_property
-    def _residents(self) -> dict[tuple[int, bool], tuple[Resident, ...]]:
-        """Those computed so far: stages are shared by all layouts with the same shares (`stage_units`)."""
-        return {}
-
-    def _resident(self, before: int, split: bool) -> tuple[Resident, ...]:
-        if not self._each and self.gather != "layer":
-            return (Resident(),) * len(self.layers)
+        # stages are shared by all layouts with the same shares (`stage_units`)
+        if (before, split) in self._residents:
+            return self._residents[before, split]
         resident = list[Resident]()
         flying, formed = self._flying_before(before, split), 0
-        units = [unit for unit in self._each if not (split and self._in_products(unit))]
+        units = (unit for unit in self._each if not (split and self._in_products(unit)))
         missing = {id(unit): len(unit.parameters) for unit in units}
         for index, layer in reversed(list(enumerate(self.layers))):
             gradients, steps = sum(flying) + formed, list[GradientStep]()
-            for name, unit in self._by_layer[index]:
-                if id(unit) not in missing:
-                    continue
+            for name, unit in (pair for pair in self._by_layer[index] if id(pair[1]) in missing):
                 formed += unit.gradient_of(name)
                 now = packing = sum(flying) + formed
                 missing[id(unit)] -= 1
@@ -145,7 +133,11 @@ class StageUnits:
                     steps=tuple(steps),
                 )
             )
-        return tuple(reversed(resident))
+        return self._residents.setdefault((before, split), tuple(reversed(resident)))
+
+    @cached_property
+    def _residents(self) -> dict[tuple[int, bool], tuple[Resident, ...]]:
+        return {}
 
     def products(self, before: int) -> int:
         """Bytes of gradients at the end of a W, in place of those in flight; see `resident`."""
