@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,17 +46,22 @@ def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> A
         loop: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no writable cache folder
         return numba.njit(**options)(function)
+    _folders.add(loop.stats.cache_path)
     loop.compile = partial(compile_in_turn, loop.compile, loop.stats.cache_path)
     return loop
 
 
 _turn = threading.local()  # `taken`: this thread compiles, and with a loop those that it calls
+_folders = set[str]()  # of caches
+_SERIES_S = 60.0  # a loop that was cached so recently belongs to the same start of a job
 
 
 def compile_in_turn(compile_loop: Callable[[Any], Any], folder: str, signature: Any) -> Any:
     """Compile a loop, or read it from the cache in `folder`, one process at a time: ranks that start together
-    read what the first of them has compiled.
+    read what the first of them has compiled, which prints that it does.
     """
+    from numba.core import event
+
     if getattr(_turn, "taken", False):
         return compile_loop(signature)
     os.makedirs(folder, exist_ok=True)
@@ -62,10 +70,21 @@ def compile_in_turn(compile_loop: Callable[[Any], Any], folder: str, signature: 
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         _turn.taken = True
-        return compile_loop(signature)
+        listener = event.RecordingListener()
+        listener.on_start = lambda event: _announce()  # it is called if the cache has no such loop
+        with event.install_listener("numba:compile", listener):
+            return compile_loop(signature)
     finally:
         _turn.taken = False
         os.close(lock)
+
+
+@cache
+def _announce() -> None:
+    """Print that loops are being compiled, once for the ranks of a job."""
+    indices = [index.stat().st_mtime for folder in _folders for index in Path(folder).glob("*.nbi")]
+    if max(indices, default=0.0) < time.time() - _SERIES_S:
+        print("compiling loops over tables for this machine, once: then they are cached", file=sys.stderr)
 
 
 def in_parts(call: Callable[[int, int], None], count: int, minimum: int = 2) -> None:
