@@ -15,6 +15,7 @@ import pytest
 import stretto.run.train.launch as launch_module
 import train_runs
 from stretto.cli.main import run
+from stretto.errors import StrettoError
 from stretto.run.data.build import build
 from tiny_job import job_file, write_text
 from train_runs import at_step, fail, send_self, spoil_a_weight
@@ -162,6 +163,24 @@ def test_a_free_port_is_used(config: str, folder: Path, capfd: pytest.CaptureFix
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     assert run(["train", config, "layout.dp=2", "train.steps=2", "run.name=port", "--port", str(port)]) == 0
+
+
+def test_a_rerun_names_the_command_that_continues_the_run_before(
+    config: str, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: object) -> None:
+        raise StrettoError("no ranks")
+
+    monkeypatch.setattr("stretto.cli.train._train_locally", end)
+    for name in ("rerun", "rerun-2"):
+        (folder / "runs" / name / "checkpoints" / "step-00000003").mkdir(parents=True)
+        assert run(["train", config, "run.name=rerun", "layout.dp=2"]) == 2
+        printed = capfd.readouterr().err.splitlines()
+        former = f"{folder / 'runs' / name} has steps left; to continue it: stretto train {config}"
+        assert printed == [f"{former} layout.dp=2 run.name={name} --resume auto", "error: no ranks"]
+    for more in (["train.steps=3"], ["--resume", "auto"], ["run.name=other"]):  # done; goes on; is the first
+        assert run(["train", config, "run.name=rerun", "layout.dp=2", *more]) == 2
+        assert capfd.readouterr().err == "error: no ranks\n"
 
 
 # ---------------------------------------------------------------------- a whole run

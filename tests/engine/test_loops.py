@@ -35,7 +35,7 @@ def sum_of_squares(values):
 
 
 def compile_together(path: Path) -> tuple[float, int, int, str]:
-    """The result of a loop that calls another, how often it was compiled here and read, and what was printed."""
+    """The result of a loop that calls another, how often it was compiled and read, and what was printed."""
     loops._folders.clear()  # those of tables may have been compiled a moment ago
     loop = load_module(path).sum_of_squares
     dist.barrier()

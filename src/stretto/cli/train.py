@@ -84,7 +84,7 @@ def train(
     from stretto.cli.jobs import for_ranks
     from stretto.recommender.config.load import load_config
     from stretto.run.config.load import is_example
-    from stretto.run.train.launch import exit_code, under_torchrun, unused_run
+    from stretto.run.train.launch import exit_code, stopped_run, under_torchrun, unused_run
 
     fields = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
     if profile is not None:
@@ -103,6 +103,9 @@ def train(
                 print(f"config {path}: comes with the package; a copy to change: stretto init {path}")
             config = for_ranks(config, ranks, as_json)
             config = replace(config, run=unused_run(config.checkpoint.resume, config.run))
+            if (former := stopped_run(config.run, name, config.train.steps)) is not None:
+                continued = _resume_command(path, fields, name, former.name)
+                print(f"{former.folder} has steps left; to continue it: {continued}", file=sys.stderr)
             resume_command = _resume_command(path, fields, name, config.run.name)
             result = _train_locally(config, resume_command, as_json, port, probe)
         if os.environ.get("RANK", "0") == "0":

@@ -71,7 +71,7 @@ def compile_in_turn(compile_loop: Callable[[Any], Any], folder: str, signature: 
             fcntl.flock(lock, fcntl.LOCK_EX)
         _turn.taken = True
         listener = event.RecordingListener()
-        listener.on_start = lambda event: _announce()  # it is called if the cache has no such loop
+        listener.on_start = lambda event: announce_compilation()  # it is called if the cache has no such loop
         with event.install_listener("numba:compile", listener):
             return compile_loop(signature)
     finally:
@@ -80,7 +80,7 @@ def compile_in_turn(compile_loop: Callable[[Any], Any], folder: str, signature: 
 
 
 @cache
-def _announce() -> None:
+def announce_compilation() -> None:
     """Print that loops are being compiled, once for the ranks of a job."""
     indices = [index.stat().st_mtime for folder in _folders for index in Path(folder).glob("*.nbi")]
     if max(indices, default=0.0) < time.time() - _SERIES_S:

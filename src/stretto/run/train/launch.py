@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from stretto.engine.checkpoint.folder import checkpoints
+from stretto.engine.checkpoint.folder import checkpoints, step_of
 from stretto.errors import StrettoError, counted
 from stretto.job.devices import AUTO, HOST
 from stretto.run.config.required import check_required
@@ -360,6 +360,21 @@ def unused_run(resume: str, run: RunConfig) -> RunConfig:
         count += 1
         renamed = replace(run, name=f"{run.name}-{count}")
     return renamed
+
+
+def stopped_run(run: RunConfig, requested: str, steps: int) -> RunConfig | None:
+    """Return the run before this one, which `unused_run` has renamed, if it has a checkpoint and steps left.
+
+    Args:
+        requested: the name in the config.
+        steps: of the whole run.
+    """
+    if run.name == requested:
+        return None
+    before = int(run.name.removeprefix(f"{requested}-")) - 1
+    former = replace(run, name=requested if before == 1 else f"{requested}-{before}")
+    saved = checkpoints(former.folder / "checkpoints")
+    return former if saved and (step_of(saved[0]) or 0) < steps else None
 
 
 def exit_code(result: Result) -> int:
