@@ -205,7 +205,7 @@ def print_failure(failure: Failure, hint: str | None = None) -> None:
         print_error(failure.message, hint)
     elif failure.name == "BrokenPipeError":
         print_error("the output's reader closed the pipe; the job was ended", hint)
-    elif failure.kind == "silent":
+    elif failure.kind in ("silent", "server"):
         print_error(f"{failure.message}; the job was ended", hint)
     elif failure.kind == "died":
         if failure.traceback:

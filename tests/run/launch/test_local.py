@@ -131,6 +131,54 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path, function, rank):
     assert_all_gone(tmp_path)
 
 
+def kills_the_server(folder: str) -> None:
+    pid_of(folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def runs(process: Path) -> bool:
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no /proc, and no waitid")
+def test_a_server_that_is_killed_is_named_and_not_a_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as error:
+        on_ranks(2, kills_the_server, str(tmp_path))
+    message = "the server that ranks are forked from was killed by SIGKILL"
+    assert (error.value.failure.kind, str(error.value)) == ("server", message)
+    assert "memory runs out" in (error.value.failure.hint or "")
+    ranks = [Path("/proc", path.read_text()) for path in tmp_path.glob("[0-9]*")]
+    end = time.monotonic() + LIMIT_S
+    while any(map(runs, ranks)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert [*map(runs, ranks)] == [False, False]
+
+
+KILLED_EARLY = """
+from stretto.cli.output import failures_reported
+from stretto.run.launch.local import prepare, run_ranks
+prepare(["ends_its_process"])
+with failures_reported():
+    run_ranks(2, print)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no waitid")
+def test_a_server_that_is_killed_while_it_imports_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ends_its_process.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    launcher = [sys.executable, "-c", KILLED_EARLY]
+    done = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    message = "error: the server that ranks are forked from was killed by SIGKILL; the job was ended"
+    assert message in done.stderr.splitlines()
+
+
 def bad_input() -> None:
     raise StrettoError("sequence is 0", hint="at least 1")
 

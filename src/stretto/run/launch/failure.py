@@ -14,7 +14,7 @@ from typing import Literal
 from stretto.errors import StrettoError
 from stretto.run.launch.stop import StopRequest
 
-FailureKind = Literal["input", "error", "died", "silent", "gone", "hung"]
+FailureKind = Literal["input", "error", "died", "server", "silent", "gone", "hung"]
 
 _PLACE = re.compile(r"\[[^\]]*gloo/[^\]]*\] ")
 _GLOO = "gloo/"  # gloo's errors begin with the place in its source, and have no class of their own
@@ -26,6 +26,7 @@ class Failure:
     """How one rank failed.
 
     kind: `input`: a StrettoError; `error`: any other exception; `died`: the process ended without a report;
+        `server`: the process that ranks are forked from has ended, and with it what is known of ranks;
         `silent`: it timed out waiting for another rank; `gone`: another rank's connection closed;
         `hung`: its launcher found that it makes no progress.
     name: class of the exception; "" if the process died.

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -119,6 +120,8 @@ def _stop_orderly() -> None:
 
 
 WAIT_FOR_CAUSE_S = 3.0  # after a first failure, time for the other ranks to report theirs
+_UNKNOWN = 255  # exit code of a process whose server has ended, says multiprocessing
+_SERVER_END_S = 1.0  # a server closes its connections some moments before it has ended
 POLL_S = 0.5  # longest wait before deadlines are checked
 RANKS_PER_CORE = 16  # more count as a mistake in the layout
 FORCE = 3  # this many Ctrl-C kill the ranks
@@ -137,7 +140,8 @@ class RankFailed(RuntimeError):
     """
 
     def __init__(self, failure: Failure, signal: int | None = None) -> None:
-        super().__init__(f"rank {failure.rank} failed: {failure.message}\n{failure.traceback}".rstrip())
+        place = "" if failure.kind == "server" else f"rank {failure.rank} failed: "
+        super().__init__(f"{place}{failure.message}\n{failure.traceback}".rstrip())
         self.failure, self.signal = failure, signal
         self.rank = failure.rank
         self.traceback = failure.traceback
@@ -306,7 +310,13 @@ class _RankGroup:
             variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
             arguments_of_rank = (rank, child_end, variables, os.getcwd(), self.stoppable, function, arguments)
             process = context.Process(target=run_rank, args=arguments_of_rank, name=f"rank {rank}")
-            process.start()
+            try:
+                process.start()
+            except (OSError, EOFError):
+                if (failure := _server_failure(rank)) is None:
+                    raise
+                self.failures[rank] = failure
+                return
             child_end.close()
             self.processes.append(process)
             self.links[rank] = cast(Connection, parent_end)
@@ -382,13 +392,34 @@ class _RankGroup:
                 link.send(ACKNOWLEDGED)
         else:
             process.join(WAIT_FOR_CAUSE_S)
-            self.failures[rank] = Failure.died(rank, process.exitcode)
+            lost = _server_failure(rank) if process.exitcode == _UNKNOWN else None
+            self.failures[rank] = lost or Failure.died(rank, process.exitcode)
 
     def _send(self, number: int, processes: Iterable[ForkServerProcess]) -> None:
+        orphaned = any(failure.kind == "server" for failure in self.failures.values())
         for process in processes:
-            if process.pid is not None and process.exitcode is None:
+            runs = process.exitcode is None or (orphaned and process.exitcode == _UNKNOWN)
+            if process.pid is not None and runs:
                 with contextlib.suppress(ProcessLookupError):  # it has ended, as its server knows
                     os.kill(process.pid, number)
+
+
+def _server_failure(rank: int) -> Failure | None:
+    """Return the failure of a job whose server, from which ranks are forked, has ended; None if it runs."""
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    end = time.monotonic() + _SERVER_END_S
+    ended = None
+    with contextlib.suppress(ChildProcessError, AttributeError):  # macOS has no waitid before Python 3.13
+        while ended is None and time.monotonic() < end:
+            time.sleep(0.02)
+            # left for multiprocessing to reap, which then starts another server
+            ended = os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    failure = Failure.died(rank, ended.si_status * (1 if ended.si_code == os.CLD_EXITED else -1))
+    return replace(failure, kind="server", message=f"the server that ranks are forked from {failure.message}")
 
 
 class _SignalHandlers:

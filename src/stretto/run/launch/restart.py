@@ -181,7 +181,7 @@ def _twice(before: Failure, failure: Failure, reached: JobProgress) -> str:
 def _cause(failure: Failure) -> str:
     """Return the failure as part of a line."""
     first = (failure.message.splitlines() or [""])[0]
-    if failure.kind == "silent" or failure.name == "TrainingFailed":
+    if failure.kind in ("silent", "server") or failure.name == "TrainingFailed":
         return first
     text = first if failure.kind in ("died", "hung") else f"failed: {failure.name}: {first}"
     return f"rank {failure.rank} {text}"
