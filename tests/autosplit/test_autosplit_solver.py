@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from example_counts import scaled
 from stretto.autosplit.solver import Assignment, Cost, OptionGraph, solve
 
 COSTS = st.builds(Cost, st.integers(0, 9).map(float), st.integers(0, 9).map(float))
@@ -44,13 +45,13 @@ def check(problem: OptionGraph, limit: float, solution: Assignment | None) -> No
     assert solution.cost.bytes <= limit
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300), deadline=None)
 @given(problem=problems(), widest=st.sampled_from([1, 4, 20, 100_000]))
 def test_equals_brute_force(problem: OptionGraph, widest: int) -> None:
     check(problem, inf, solve(problem, widest=widest))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=scaled(600), deadline=None)
 @given(problem=problems(), share=st.floats(0, 1), widest=st.sampled_from([1, 4, 20, 100_000]))
 def test_equals_brute_force_under_a_limit_of_memory(problem: OptionGraph, share: float, widest: int) -> None:
     """Limits between the smallest and the largest combination."""

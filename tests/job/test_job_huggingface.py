@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from example_counts import scaled
 from stretto.errors import StrettoError
 from stretto.job.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.job.experts import ExpertShape
@@ -447,7 +448,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=scaled(300))
 @given(shape=shapes())
 def test_shape_to_config_to_shape_is_the_identity(shape: ModelShape) -> None:
     written = json.loads(json.dumps(config_to_huggingface(shape)))
@@ -563,7 +564,7 @@ _JUNK = st.recursive(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=scaled(400))
 @given(data=st.data())
 def test_hostile_values_never_end_in_a_traceback(data: st.DataObject) -> None:
     config = dict(data.draw(st.sampled_from([*PUBLISHED, GEMMA3])))

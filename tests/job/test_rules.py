@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from example_counts import scaled
 from stretto.errors import Problem, StrettoError
 from stretto.job.attention import AttentionShape
 from stretto.job.experts import ExpertShape
@@ -300,7 +301,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     chunks=st.none() | st.integers(1, 3),
     group=st.none() | st.integers(1, 9),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scaled(400), deadline=None)
 def test_legal_exactly_when_the_brute_statement_holds(
     shape: ModelShape,
     tp: int,
@@ -364,7 +365,7 @@ def test_fits_tp_is_the_brute_statement(heads: int, kv: int, ffn: int, tp: int) 
     expert_tp=st.none() | SMALL,
     context=st.sampled_from(["ring", "ulysses"]),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scaled(400), deadline=None)
 def test_experts_and_contexts_are_legal_exactly_when_the_brute_statement_holds(
     experts: int,
     width: int,

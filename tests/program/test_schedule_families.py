@@ -86,7 +86,7 @@ def completes_within_its_peak(p: int, m: int, v: int, group: int | None) -> None
             assert peak == bound
 
 
-@pytest.mark.parametrize("v", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("v", [1, 2, *(pytest.param(v, marks=pytest.mark.slow) for v in (3, 4))])
 def test_interleaved_completes_for_any_microbatches_and_group(v: int):
     for p in range(1, 7):
         for m in range(1, 21):

@@ -23,7 +23,7 @@ def test_one_microbatch_goes_down_and_up():
     ]
 
 
-@pytest.mark.parametrize("waves", [1, 2, 3, 4])
+@pytest.mark.parametrize("waves", [1, 2, *(pytest.param(w, marks=pytest.mark.slow) for w in (3, 4))])
 def test_holds_p_microbatches_at_most(waves: int):
     for p in range(1, 9):
         for m in (1, p - 1, p, p + 1, 2 * p + 1, 4 * p):

@@ -13,6 +13,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from example_counts import scaled
 from stretto.engine.checkpoint import folder as folders
 from stretto.engine.checkpoint.files import FileEntry
 from stretto.engine.checkpoint.folder import HELD_OUT_LOSS, Retention, begin, checkpoints, commit, tidy
@@ -57,7 +58,7 @@ KEEP = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=scaled(200), deadline=None, derandomize=True)
 @given(st.lists(SAVES, min_size=1, max_size=12), KEEP)
 def test_what_is_to_be_kept_is_kept_in_any_schedule(saves: list[Save], keep: Retention) -> None:
     sync, os.fsync = os.fsync, lambda _: None

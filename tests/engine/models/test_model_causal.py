@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from closeness import check_close
+from example_counts import scaled
 from stretto.engine.models.attention import merge_heads
 from stretto.engine.models.causal import CausalAttention
 from stretto.engine.parallel.recompute import recompute
@@ -109,7 +110,7 @@ def test_attention_is_the_formula(case: Case, explicit: bool) -> None:
     sinks=st.booleans(),
     explicit=st.booleans(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=scaled(150))
 def test_attention_is_the_formula_for_any_shape(
     n: int,
     before: int,

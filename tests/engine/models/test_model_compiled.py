@@ -68,7 +68,11 @@ def gradients(model: LanguageModel) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("shape", [LLAMA, EXPERTS, SANDWICH], ids=["llama", "experts", "sandwich"])
+@pytest.mark.parametrize(
+    "shape",
+    [LLAMA, EXPERTS, pytest.param(SANDWICH, marks=pytest.mark.slow)],
+    ids=["llama", "experts", "sandwich"],
+)
 def test_gradients_are_those_of_the_plain_model_and_layers_share_graphs(
     shape: ModelShape, compiler: Compiler
 ) -> None:

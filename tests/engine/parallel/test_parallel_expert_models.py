@@ -133,9 +133,9 @@ CASES = [
     Case(LLAMA, Layout(tp=2, dp=2, ep=2), "naive", 2, None, True, "block"),
     Case(replace(LLAMA, sequence=7), Layout(cp=2, tp=2, ep=2), "gpipe", 2, None, True),
     Case(DEEPSEEK, Layout(tp=2, pp=2), "zb-h1", 3, None, True),
-    Case(GPT_OSS, Layout(tp=2, dp=2, ep=2), "1f1b", 2, None, True),
 ]
 MORE = [
+    Case(GPT_OSS, Layout(tp=2, dp=2, ep=2), "1f1b", 2, None, True),
     Case(LLAMA, Layout(dp=2, pp=2, ep=2)),
     Case(GPT, Layout(dp=2, pp=2, ep=2), "zb-h1"),
     Case(GPT, Layout(dp=2, pp=2, ep=2), "1f1b", 3, None, False, "program"),

@@ -192,7 +192,7 @@ def every_case() -> None:
     mesh.close()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_models_split_along_the_sequence_equal_the_plain_ones(ranks):
     on_ranks(ranks, every_case)
 

@@ -131,6 +131,6 @@ def every_case() -> None:
     under_autocast()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gathering_and_scattering_layers_equal_the_plain_one(ranks):
     on_ranks(ranks, every_case)

@@ -205,8 +205,8 @@ def with_programs_that_keep_less() -> None:
     mesh.close()
 
 
-def test_schedules_on_four_ranks():
-    assert min(on_ranks(4, every_schedule, 4, MIXED, HARD)) == len(HARD)
+def test_hard_schedules():
+    assert min(on_ranks(2, every_schedule, 2, MIXED, HARD)) == len(HARD)
 
 
 @pytest.mark.slow

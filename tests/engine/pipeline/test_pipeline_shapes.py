@@ -119,12 +119,12 @@ def equal(
 
 
 def several(ranks: int) -> None:
-    for name in SCHEDULES if ranks > 1 else ON_ONE:
+    for at, name in enumerate(SCHEDULES if ranks > 1 else ON_ONE):
         for parallel in (True, False):
-            for varying in (False, True):
-                program = schedule(name, ranks, 4)
-                label = f"{name} on {ranks}, parallel={parallel}, varying={varying}"
-                equal(lambda n=program.depth, o=parallel: streams(max(n, 3), o), program, varying, label)
+            varying = parallel == (at % 2 == 0)  # of parallel layers for every second schedule
+            program = schedule(name, ranks, 4)
+            label = f"{name} on {ranks}, parallel={parallel}, varying={varying}"
+            equal(lambda n=program.depth, o=parallel: streams(max(n, 3), o), program, varying, label)
     program = recompute(schedule("1f1b", ranks, 3))
     equal(lambda: streams(6, True), program, True, "recomputed")
 
@@ -174,7 +174,7 @@ LONG = (Skip(0, 7), Skip(1, 6), Skip(2, 5), Skip(2, 7), Skip(3, 4))
 def skipped(ranks: int) -> None:
     for at, name in enumerate(SCHEDULES if ranks > 1 else ON_ONE):
         program = schedule(name, ranks, 2 * ranks)
-        for varying in (False, True) if ranks < 4 else (at % 2 == 0,):
+        for varying in (False, True) if ranks == 1 else (at % 2 == 0,):
             label = f"{name} with skips on {ranks}, varying={varying}"
             equal(lambda: joins(8), program, varying, label, LONG, plain_inputs=True)
 

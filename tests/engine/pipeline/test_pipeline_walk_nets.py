@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from example_counts import scaled
+
 
 @pytest.fixture(autouse=True)
 def _double() -> Any:
@@ -96,7 +98,7 @@ def _step(kind: str, t: Tensor, o: Tensor, layer: nn.Linear, scale: Tensor, norm
             return torch.cat([t[:, :2], F.linear(o, layer.weight[:2], scale[:2])], 1)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))  # pyright: ignore[reportArgumentType]
+@settings(max_examples=scaled(150), deadline=None, suppress_health_check=list(HealthCheck))  # pyright: ignore[reportArgumentType]
 @given(nets(), st.integers(1, 2))
 def test_random_nets_split_into_i_and_w(net: nn.Module, inputs: int) -> None:
     check_equal(net, *(x(3, 4) for _ in range(inputs)))

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_programs import random_program, with_moves, with_updates
 
+from example_counts import scaled
 from stretto.program import ActionKind, Program, ScheduleError, lower
 from stretto.program.replay import Costs, simulate
 
@@ -84,7 +85,7 @@ def agree(seed: int) -> bool:
     return True
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scaled(400), deadline=None)
 @given(st.integers(0, 10**9))
 @example(163)  # of two messages on a link, the one that is sent later is the first whose receive is posted
 def test_the_replay_agrees_with_clockwork(seed: int):
