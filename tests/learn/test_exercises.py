@@ -173,7 +173,7 @@ WRONG: list[Any] = [
         ("tables", "sorted(room, key=busy.__getitem__)", "room", "is busy for"),
     ),
     *(
-        ("plan", "tp=4 dp=4 pp=4", "tp=8 dp=1 pp=8", "beside the best: tensor"),
+        pytest.param("plan", "tp=4 dp=4 pp=4", "tp=8 dp=1 pp=8", "beside the best: tensor", marks=SLOW),
         ("plan", "tp=4 dp=4 pp=4", "tp=1 dp=16 pp=4", "the fullest rank needs"),
         ("plan", "tp=4 dp=4 pp=4", "tp=4 dp=4 pp=8", "is not 64 GPUs"),
     ),

@@ -91,7 +91,7 @@ def by_fully_shard(*shape: int) -> Report:
     return prove(plain, lambda model: sharded(model, shape), batch(), step, loss=loss, share=samples)
 
 
-@pytest.mark.parametrize("check", [by_ddp, by_its_own_step, by_zero1])
+@pytest.mark.parametrize("check", [pytest.param(by_ddp, marks=pytest.mark.slow), by_its_own_step, by_zero1])
 def test_data_parallel_models(check: Any) -> None:
     holds(proves(2, check), "norm")
 

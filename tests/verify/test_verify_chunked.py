@@ -74,7 +74,7 @@ def forget_a_chunk() -> None:
 
 def test_a_chunk_without_a_gradient_is_caught(folder: Path) -> None:
     config = job(folder, *ODD)
-    (verdict,) = verify(config, [varied(config, changes(tp=2))], on_rank=forget_a_chunk)
+    (verdict,) = verify(config, [varied(config, changes(tp=2))], steps=1, on_rank=forget_a_chunk)
     assert not verdict.equal
     assert verdict.error("loss") < 1e-12
     assert verdict.error("gradients") > 1e-4

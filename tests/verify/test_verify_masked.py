@@ -70,6 +70,8 @@ def test_layouts_agree_on_masked_samples_some_without_a_target(folder: Path) -> 
     assert [verdict.diagnosis for verdict in verdicts] == [None] * len(LAYOUTS)
 
 
+PACKED = ("data.packing=stream", "data.sequence=15")
+ON_TWO = [changes(tp=2, sequence_parallel=True), changes(cp=2, context="ulysses"), changes(cp=2)]
 WITHIN_LAYERS = [
     changes(dp=2, tp=2),
     changes(dp=2, tp=2, sequence_parallel=True),
@@ -82,8 +84,9 @@ WITHIN_LAYERS = [
 @pytest.mark.parametrize(
     ("overrides", "cases"),
     [
-        pytest.param(("data.packing=stream", "data.sequence=15"), WITHIN_LAYERS[1::2], id="packed"),
-        pytest.param(("data.sequence=97",), WITHIN_LAYERS[2:3], id="padded"),
+        pytest.param(PACKED, ON_TWO[:2], id="packed"),
+        pytest.param(("data.sequence=97",), ON_TWO[2:], id="padded"),
+        pytest.param(PACKED, WITHIN_LAYERS[1::2], id="packed more", marks=pytest.mark.slow),
         pytest.param(("data.sequence=97",), WITHIN_LAYERS, id="padded more", marks=pytest.mark.slow),
     ],
 )

@@ -147,6 +147,7 @@ ALL = [
         forget_level(0),
         changes(tp=1, dp=2, pp=2, schedule="gpipe", mode="zero3", gather="stage"),
         ("not summed over the 2 ranks that share parameters",),
+        slow=True,
     ),
     Planted(
         forget_the_copies,

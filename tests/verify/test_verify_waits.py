@@ -129,8 +129,10 @@ ALL = [
         changes(dp=2, pp=2, schedule="gpipe"),
         ("send starts is in flight while what it sends is overwritten",),
     ),
-    Planted(share_a_slot, changes(pp=4, schedule="gpipe"), ("uses memory of another one in flight",)),
-    Planted(dropout_of_the_first_replica, changes(dp=4), ("wrong data or a wrong forward",)),
+    Planted(
+        share_a_slot, changes(pp=4, schedule="gpipe"), ("uses memory of another one in flight",), slow=True
+    ),
+    Planted(dropout_of_the_first_replica, changes(dp=4), ("wrong data or a wrong forward",), slow=True),
     Planted(count_own_tokens, changes(dp=2, cp=2), ("the loss is 2 times the reference",)),
     Planted(
         clip_before_unscaling,

@@ -220,7 +220,9 @@ def test_an_aborted_request_ends_its_answer(client: Client) -> None:
     assert client.ended.wait(10)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_signals_end_the_command(tmp_path: Path, number: int) -> None:
     """While an answer is being watched, too."""
     code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup lets children ignore

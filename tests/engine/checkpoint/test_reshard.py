@@ -37,7 +37,7 @@ META = {"step": 3, "seed": 1, "layout": {"tp": 2}, "note": "é", "lr": 0.1 + 0.2
 
 
 def save_and_cross(root: str, hands: list[Hand], others: list[str]) -> list[str]:
-    """Save under each layout, then read every checkpoint there is under each; what differed."""
+    """Save under each layout, then read every checkpoint there is under every second; what differed."""
     rank, wrong = dist.get_rank(), list[str]()
     for i, hand in enumerate(hands):
         local = {"random": torch.tensor([rank, i, 7], dtype=torch.uint8)}
@@ -46,8 +46,8 @@ def save_and_cross(root: str, hands: list[Hand], others: list[str]) -> list[str]
         wrong += [f"save changed {n}" for n in differing(state, hand, rank)]
         assert path.name == f"step-{i:08d}"
     mine = [f"{root}/{len(hands)}-{i}/step-{i:08d}" for i in range(len(hands))]
-    for path in mine + others:
-        for hand in hands:
+    for at, path in enumerate(mine + others):
+        for hand in hands[at % 2 :: 2]:
             state = blank_state(hand, rank)
             loaded = load(path, state)
             wrong += [f"{path} as {hand}: {n}" for n in differing(state, hand, rank)]

@@ -199,7 +199,9 @@ def test_the_bound_counts_a_batch_that_is_held_whole() -> None:
     assert {states[0].in_flight for states in ranks.values()} == {(500,)}
 
 
-@pytest.mark.parametrize("name", UNLISTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (at % 2)) for at, name in enumerate(UNLISTED)]
+)
 def test_a_plan_says_what_the_whole_step_holds_and_takes(name: str) -> None:
     cluster = find_cluster("dgx-a100-80gb", 8)
     choices = fixed([f"schedule={name}", "pp=4", "micro=1,2"])
