@@ -50,7 +50,9 @@ def put(folder: Path, step: int, mark: float, keep: int | None = None) -> None:
     save(folder, step, marked(mark), {"mark": mark}, keep=Retention(last=keep))
 
 
-@pytest.mark.parametrize("case", ["first", pytest.param("next", marks=pytest.mark.slow), "replace", "prune"])
+@pytest.mark.parametrize(
+    "case", [*(pytest.param(case, marks=pytest.mark.slow) for case in ("first", "next")), "replace", "prune"]
+)
 def test_death_at_every_file_operation(tmp_path: Path, case: str) -> None:
     """Afterwards the old or the new one loads whole, never a mix, and the next save tidies up."""
     step, keep = (1 if case == "replace" else 2), (1 if case == "prune" else None)

@@ -176,7 +176,7 @@ def test_two_ranks():
 
 
 def test_asynchronous_schedules_on_four_ranks():
-    on_ranks(4, cases, Layout(pp=4), (11,), False)
+    on_ranks(4, cases, Layout(pp=4), (7,), False)
 
 
 def test_replicas_sum_their_gradients_before_every_update():

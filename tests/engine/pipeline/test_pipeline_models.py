@@ -62,14 +62,14 @@ class Case:
 
 CASES = [
     Case(DROPOUT, Layout(tp=4), multiple=8),
-    Case(GROUPED, Layout(tp=4)),  # each key head on two ranks
-    Case(TINY_VOCAB, Layout(tp=4)),
+    Case(TINY_VOCAB, Layout(tp=4)),  # each key head on two ranks
     Case(ONE_KEY, Layout(tp=2, pp=2), "gpipe", 2),
     Case(DROPOUT, Layout(tp=2, dp=2, order="dp-tp-pp")),
     Case(DROPOUT, Layout(pp=2, dp=2), "interleaved", 4, 2),
 ]
 MORE = [
     Case(GPT, Layout(tp=4)),
+    Case(GROUPED, Layout(tp=4)),
     Case(ONE_KEY, Layout(tp=4), multiple=4),
     Case(GPT, Layout(tp=2, pp=2)),
     Case(DROPOUT, Layout(tp=2, pp=2), "interleaved", 3, 2),

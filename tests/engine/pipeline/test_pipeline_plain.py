@@ -148,7 +148,7 @@ def plain_cases(ranks: int) -> None:
 
 def split_cases(layout: Layout) -> None:
     p = layout.pp
-    for m, late in ((3, 0), (3, 1), (3, 99), (1, 99)):
+    for m, late in ((3, 0), (3, 1), (3, 99), (1, 99)) if layout.dp == 1 else ((3, 1), (3, 99)):
         for base in (
             schedule("1f1b", ranks=p, microbatches=m),
             schedule("interleaved", ranks=p, microbatches=m),
