@@ -100,6 +100,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(20_000, 10, 10)  # not 700: a sixteenth of the time of tests without ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -184,10 +184,13 @@ def shortened(argv: list[str]) -> list[str]:
         return swapped(argv, vocab="512", samples="2000")
     if argv[:2] == ["stretto", "plan"] and "--fix" not in argv:
         return [*argv, "--seconds=0.5"]
+    if argv[:2] == ["stretto", "verify"] and not {"--steps", "--layouts"} & {*argv}:
+        argv = [*argv, "--steps=1"]
     if argv[:2] == ["stretto", "compare"] and "--predict" not in argv:
         given = ("train.steps", "eval.every", *(word.partition("=")[0] for word in argv))
         small = [word for word in TINY if word.partition("=")[0] not in given]
-        return [*swapped(argv, steps="2"), *small, "--warmup=0", "--no-memory", "data.source=text/"]
+        once = ("--warmup=0", "--repeats=1", "--no-memory", "data.source=text/")
+        return [*swapped(argv, steps="2"), *small, *once]
     if argv[:2] not in (["stretto", "train"], ["stretto", "verify"]):
         return argv
     if argv[2].endswith("tiny-llama/config.yaml"):  # it is tiny, and its model is that of the weights

@@ -14,15 +14,16 @@ the still runs when the site is built; after `--svg` it gets a file, else its ou
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shlex
 import shutil
-import subprocess
-import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 from urllib.parse import parse_qsl, quote, urlencode
 
 from docutils import nodes
@@ -31,6 +32,8 @@ from labels import label
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.writers.html5 import HTML5Translator
+
+from stretto.cli import main
 
 ROOT = Path(__file__).parents[2]
 STILLS = "_stills"  # folder of the site, and of docs/_cache
@@ -88,20 +91,20 @@ def still(command: str, cache_folder: Path) -> Path:
         return path
     cache_folder.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
-    arguments = [sys.executable, "-m", "stretto.cli.main", *shlex.split(command)[1:]]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1", "COLUMNS": "100"}
-    done = subprocess.run(
-        [*arguments, str(unfinished)] if draws else arguments,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{command}: {done.stderr}")
+    arguments = [*shlex.split(command)[1:], *([str(unfinished)] if draws else [])]
+    printed, errors = io.StringIO(), io.StringIO()
+    # in this process, which imports the package once for all stills
+    with (
+        chdir(ROOT),
+        mock.patch.dict(os.environ, NO_COLOR="1", COLUMNS="100"),
+        redirect_stdout(printed),
+        redirect_stderr(errors),
+    ):
+        code = main.run(arguments)
+    if code:
+        raise RuntimeError(f"{command}: {errors.getvalue()}")
     if not draws:
-        unfinished.write_text(done.stdout, encoding="utf-8")
+        unfinished.write_text(printed.getvalue(), encoding="utf-8")
     unfinished.replace(path)
     return path
 

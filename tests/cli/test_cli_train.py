@@ -227,7 +227,8 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     left = {path.name for path in (runs / "tiny").iterdir()}
     files = {"config.yaml", "metrics.jsonl", "eval.jsonl", "tokenizer.json", "prediction.json"}
     assert left == files | {"checkpoints", "tokenizer_config.json"}
-    assert run([*arguments, "sample.tokens=0"]) == 0
+    small = ["layout.tp=1", "layout.pp=1", "train.steps=1", "sample.tokens=0"]
+    assert run([*arguments, *small]) == 0
     assert json.loads(capfd.readouterr().out)["run_dir"] == str(runs / "tiny-2")
     assert run(["train", str(runs / "tiny" / "config.yaml"), "--resume", "auto", "--json"]) == 0
     again = json.loads(capfd.readouterr().out)

@@ -251,12 +251,18 @@ def published_model(tmp_path: Path, name: str, **files: object) -> Path:
 @pytest.mark.parametrize(
     ("name", "eos_token_id", "end", "begin"),
     [
-        ("lenml-gemma3", [1, 106], "<eos>", "<bos>"),
+        pytest.param("lenml-gemma3", [1, 106], "<eos>", "<bos>", marks=pytest.mark.slow),
         ("lenml-llama3", None, "<|end_of_text|>", "<|begin_of_text|>"),
-        ("lenml-llama3_1", [128001, 128008, 128009], "<|end_of_text|>", "<|begin_of_text|>"),
+        pytest.param(
+            "lenml-llama3_1",
+            [128001, 128008, 128009],
+            "<|end_of_text|>",
+            "<|begin_of_text|>",
+            marks=pytest.mark.slow,
+        ),
         ("lenml-llama2", None, "</s>", "<s>"),
         ("lenml-qwen3", [151645, 151643], "<|endoftext|>", None),
-        ("lenml-gptoss", [200002, 199999, 200012], "<|endoftext|>", None),
+        pytest.param("lenml-gptoss", [200002, 199999, 200012], "<|endoftext|>", None, marks=pytest.mark.slow),
         ("lenml-deepseek_v3", 1, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
         ("lenml-claude", None, "<EOT>", None),
     ],

@@ -62,8 +62,8 @@ BOMBS = {
 
 # one that grows by each kind of operation
 FEW = (
-    *("thirty loops", "lists", "blocks", "doubled by join", "doubled blocks", "repeated", "power", "indent"),
-    *("two recursions", "output", "message"),
+    *("thirty loops", "lists", "blocks", "doubled blocks", "repeated", "power", "indent", "two recursions"),
+    "output",
 )
 
 

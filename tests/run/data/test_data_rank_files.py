@@ -74,12 +74,13 @@ def differing(tokenizer: Tokenizer, expected: Iterable[tuple[str, list[int]]]) -
     ("name", "pattern", "first", "names", "boundaries"),
     [
         ("openai-whisper/gpt2.tiktoken", "_GPT2", 50_256, ["<|endoftext|>"], Boundaries(50_256)),
-        (
+        pytest.param(
             "openai-whisper/multilingual.tiktoken",
             "_GPT2",
             50_257,
             ["<|endoftext|>", "<|startoftranscript|>"],
             Boundaries(50_257),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "llama-models/llama4.model",
@@ -203,7 +204,14 @@ def test_claudes_json() -> None:
     assert "data.end_of_text" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("name", ["botchan_en_bpe_1000", "botchan_en_unigram_1000", "kyoto_ja_unigram_8000"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "botchan_en_bpe_1000",
+        pytest.param("botchan_en_unigram_1000", marks=pytest.mark.slow),
+        "kyoto_ja_unigram_8000",
+    ],
+)
 def test_models_that_ship_with_sentencepiece(name: str) -> None:
     """The unigrams of one have no slash, which the special piece `</s>` is spelt with."""
     path = published(f"sentencepiece/{name}.model")

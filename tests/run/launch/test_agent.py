@@ -20,7 +20,9 @@ from tiny_job import job, job_file
 from train_runs import losses, same, tensors, train
 
 PATIENCE = 90.0  # seconds; a loaded machine is slow to import torch
-STEPS = 60
+STEPS = 12
+# a signal comes in time
+SLOWLY = "import time\n\ndef on_step_end(run, record):\n    time.sleep(0.2)\n"
 
 
 @pytest.fixture
@@ -71,10 +73,11 @@ def test_a_preempted_job_started_again_reaches_the_same_bits(
         job(tmp_path, *settings, f"run.name={name}") for name in ("whole", "preempted")
     )
     train(uninterrupted)
+    (tmp_path / "slowly.py").write_text(SLOWLY)
     cluster_job = ClusterJob(
         name="preempted",
         config=str(path),
-        overrides=[*settings, "run.name=preempted"],
+        overrides=[*settings, "run.name=preempted", f"train.hooks=[{tmp_path}/slowly.py:on_step_end]"],
         layout="dp=2",
         nodes=1,
         ranks_per_node=2,

@@ -56,7 +56,7 @@ def test_layouts_train_adapters_as_one_process_does(folder: Path, cases: list[Ch
 @pytest.mark.parametrize(
     ("model", "targets", "cases"),
     [
-        (GPT, ["q_proj", "c_fc"], [changes(tp=2), changes(tp=2, sequence_parallel=True)]),
+        (GPT, ["q_proj", "c_fc"], [changes(tp=2, sequence_parallel=True)]),
         (MOE, ["all-linear"], [changes(tp=2), changes(dp=2, ep=2)]),
         (LLAMA.replace("kv_heads: 2", "kv_heads: 1"), ["attn.*"], [changes(tp=2, sequence_parallel=True)]),
     ],

@@ -99,8 +99,8 @@ def test_ctrl_c_in_a_terminal_saves_and_restores_the_terminal(
     if pid == 0:
         os.environ.update(TERM="xterm", COLUMNS="120", LINES="30")
         command = [*TRAIN, str(folder / "tiny.yaml"), "layout.dp=2", "train.steps=100000", "run.name=tty"]
-        os.execv(sys.executable, [*command, "metrics.every=50"])
-    text = read_terminal(master, lambda seen: "step 50/" in seen)
+        os.execv(sys.executable, [*command, "metrics.every=5"])
+    text = read_terminal(master, lambda seen: "step 5/" in seen)
     below = children_of(pid)
     os.write(master, b"\x03")
     text += read_terminal(master, lambda _: False)
