@@ -230,7 +230,8 @@ def flips_missed(folder: Path, layout: str, each: int, guard: str) -> list[str]:
     return missed
 
 
-@pytest.mark.parametrize("guard", [COPIES, MEMORY])
+# tests/run/train/test_train_copies.py flips bits of copies
+@pytest.mark.parametrize("guard", [pytest.param(COPIES, marks=pytest.mark.slow), MEMORY])
 def test_flipped_bits_are_found_and_undone(tmp_path: Path, guard: str) -> None:
     assert flips_missed(tmp_path, "dp", 1, guard) == []
 

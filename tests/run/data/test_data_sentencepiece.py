@@ -54,7 +54,7 @@ def equal(name: str, text: str) -> None:
     assert normalizer.normalize_str(text).replace(" ", "▁") == processor.normalize(text).replace(" ", "▁")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["nmt_nfkc", pytest.param("nfkc", marks=pytest.mark.slow)])
 def test_rules(name: str) -> None:
     processor, _, model = both(name)
     rules = model.rules

@@ -50,7 +50,7 @@ def failure_of(config: TrainConfig, *hooks: Any) -> RankFailed:
 # ---------------------------------------------------------------------- a rank fails
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named_and_ends_the_job_in_seconds(folder: Path, rank: int) -> None:
     started = time.monotonic()
     error = failure_of(job(folder, *PP2_DP2), at_step(3, rank, send_self, signal.SIGKILL))
@@ -128,7 +128,7 @@ ASYNCHRONOUS = ("layout.pp=2", "layout.dp=2", "optim.clip=null", "schedule.name=
 @pytest.mark.parametrize(
     ("overrides", "rank"),
     [
-        (("layout.dp=2",), 1),
+        pytest.param(("layout.dp=2",), 1, marks=pytest.mark.slow),
         (("layout.dp=2", "dp.mode=zero1", "dp.offload=cpu"), 1),
         (("layout.dp=2", "dp.mode=zero2", "dp.reduce=microbatch"), 1),
         (("layout.dp=2", "dp.mode=zero3"), 1),
@@ -217,7 +217,7 @@ def has_steps(config: TrainConfig, steps: int) -> Callable[[], bool]:
     [
         ((signal.SIGTERM,), 75),
         ((signal.SIGINT, signal.SIGTERM), 130),
-        ((signal.SIGHUP,), 75),
+        pytest.param((signal.SIGHUP,), 75, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_finishes_the_step_and_saves(folder: Path, numbers: tuple[int, ...], code: int) -> None:

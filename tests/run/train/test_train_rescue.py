@@ -78,7 +78,7 @@ def rescued(config: TrainConfig, **changes: Any) -> TrainConfig:
 
 CASES = [
     ("removed", 3, ()),
-    ("replaced", 3, ()),
+    pytest.param("replaced", 3, (), marks=pytest.mark.slow),
     ("lease", 6, ("checkpoint.every=2",)),
     pytest.param("removed", 6, (), marks=pytest.mark.slow),
     ("removed", 4, ("checkpoint.every=2", "checkpoint.async_save=true", "metrics.to=[]")),
