@@ -71,6 +71,22 @@ def test_what_is_not_mapped_ends_with_no(script: Path, capsys: pytest.CaptureFix
     assert "not mapped  --save:" in printed.err
 
 
+@pytest.mark.parametrize("norm", ["", "--normalization LayerNorm"])
+def test_a_model_that_is_not_built_is_reported_setting_by_setting(
+    norm: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = f"$OPTIONS --position-embedding-type rope {norm} --no-such-option 3"
+    script.write_text(SCRIPT.replace("$OPTIONS", options))
+    assert run(["migrate", str(script), "runs/tiny"]) == BAD_INPUT
+    error = " ".join(capsys.readouterr().err.split())
+    assert "mapped --num-layers 2 -> model.layers=2" in error
+    assert "not mapped --no-such-option: " in error
+    reason = "layer norms with rotary positions can be planned, not yet built"
+    assert f"not mapped --normalization: {reason}; mapped would be --normalization RMSNorm" in error
+    assert "error: this model has layer norms with rotary positions" in error
+    assert "--normalization LayerNorm ->" not in error
+
+
 def test_arguments_alone_and_standard_input(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

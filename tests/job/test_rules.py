@@ -142,6 +142,18 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
             "12 st",
             "layout.pp=2",
         ),
+        (
+            {"schedule": "interleaved", "options": {"chunks": 10**18}},
+            "schedule",
+            "actions, of at most 1,024 with 2,097,152",
+            "fewer",
+        ),
+        (
+            {"layout": Layout(pp=10**30)},
+            "schedule",
+            "actions, of at most 1,024 with 2,097,152",
+            "smaller layout.pp",
+        ),
         ({"schedule": "1f2b"}, "schedule", "not one of", "did you mean '1f1b'?"),
         ({"options": {"chunks": 2}}, "schedule", "chunks is 2, but schedule '1f1b' takes chunks=1", None),
         ({"schedule": "interleaved", "options": {"group": 9}}, "schedule", "group is 9, must be", "group=4"),

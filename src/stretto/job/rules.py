@@ -6,6 +6,7 @@ A config is checked against them before a process starts, and the planner propos
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from stretto.errors import Problem, StrettoError, nearest
 from stretto.job.data_parallel import KEEP, MODES, SHARDS, Precision
@@ -20,6 +21,8 @@ from stretto.job.user_shape import UserShape
 from stretto.program.checks.in_turn import in_turn
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
+
+MOST_ACTIONS, MOST_STAGES = 1 << 21, 1 << 10  # of one kind in a step; ranks of a pipeline
 
 
 def problems(job: Job) -> list[Problem]:
@@ -228,6 +231,12 @@ def _pipeline(job: Job) -> Iterator[Problem]:
             f"layout.pp={custom.ranks} and "
             f"batch.global_size={custom.microbatches * job.micro_batch * job.layout.dp}",
         )
+        return
+    sizes = [job.options.get(name) or 1 for name in ("chunks", "waves", "steps")]
+    actions = prod([pp, job.microbatches or 1, *(size for size in sizes if isinstance(size, int))])
+    if actions > MOST_ACTIONS or pp > MOST_STAGES:  # each is a Python object
+        rule = f"{pp:,} ranks with {actions:,} actions, of at most {MOST_STAGES:,} with {MOST_ACTIONS:,}"
+        yield Problem("schedule", job.schedule_name, rule, "a smaller layout.pp or fewer chunks")
         return
     try:
         program = job.program()

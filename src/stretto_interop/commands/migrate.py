@@ -73,6 +73,7 @@ def migrate(
     """
     from stretto.run.config.load import run_name
     from stretto_interop.frameworks.mapping import Start
+    from stretto_interop.frameworks.migrate import Migration
     from stretto_interop.frameworks.migrate import migrate as migrated
     from stretto_interop.frameworks.registry import framework
 
@@ -88,7 +89,13 @@ def migrate(
         devices=devices, wins=True, arguments=request.arguments, variables=request.variables, program=program
     )
     name = run_name(request.path if out is None else out)
-    migration = migrated(target, request.text, request.source, start, request.overrides, name=name)
+    migration, text = Migration(), request.text
+    try:
+        migrated(target, text, request.source, start, request.overrides, name=name, migration=migration)
+    except StrettoError:
+        if migration.lost:
+            _report(migration, request, None).print(as_json, None if as_json else sys.stderr)
+        raise
     if out is not None:
         write_file(out, migration.text)
     elif not as_json:
@@ -96,11 +103,6 @@ def migrate(
     _report(migration, request, out).print(as_json, None if as_json or out is not None else sys.stderr)
     if migration.lost:
         raise say_no()
-
-
-def _environment() -> dict[str, str]:
-    """Return the shell's variables that scripts use and that are the same for a config on this machine."""
-    return {name: os.environ[name] for name in ("HOME", "USER", "PWD") if name in os.environ}
 
 
 @dataclass(kw_only=True)
@@ -111,7 +113,9 @@ class _Request:
     source: str
     path: Path
     arguments: list[str] = field(default_factory=list[str])
-    variables: dict[str, str] = field(default_factory=_environment)
+    variables: dict[str, str] = field(  # of the shell, the same for a config on this machine
+        default_factory=lambda: {n: os.environ[n] for n in ("HOME", "USER", "PWD") if n in os.environ}
+    )
     overrides: list[str] = field(default_factory=list[str])
 
 

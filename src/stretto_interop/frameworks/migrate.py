@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +21,16 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.config.source import CoreDumper
 from stretto.run.config.validation import wrong_fields
 from stretto.run.config.written import model_section
-from stretto_interop.frameworks.fields import JOB, MODEL, RUN, RUN_DEFAULTS, job_from, name_of, reading
+from stretto_interop.frameworks.fields import (
+    JOB,
+    MODEL,
+    RUN,
+    RUN_DEFAULTS,
+    job_from,
+    name_of,
+    reading,
+    values_of,
+)
 from stretto_interop.frameworks.mapping import ExternalFramework, Settings, Start, read_rule
 
 # a run needs them, and no default would be right
@@ -76,6 +86,7 @@ def migrate(
     overrides: Sequence[str] = (),
     *,
     name: str = "train",
+    migration: Migration | None = None,
 ) -> Migration:
     """Turn a text into a config; each of its settings becomes a field, is needless, or is named as lost.
 
@@ -83,6 +94,7 @@ def migrate(
         source: name of the text, for errors.
         overrides: fields that override the text, such as "train.steps=10".
         name: the run's name, if the text has none.
+        migration: is filled, and has the fate of settings even if an error is raised.
 
     Raises:
         StrettoError: no such text, sizes that make no model, or a job that is not legal.
@@ -90,7 +102,8 @@ def migrate(
     assert framework.parse is not None
     with reading(source):
         parsed = framework.parse(text, source, start or Start())
-    migration = Migration(notes=list(parsed.notes))
+    migration = Migration() if migration is None else migration
+    migration.notes += parsed.notes
     for setting, instead in parsed.deprecated.items():
         migration.needless.setdefault(f"read as {instead}", []).append(setting)
     for setting, (error, _) in parsed.unsupported.items():
@@ -113,7 +126,11 @@ def migrate(
         else:
             migration.needless.setdefault(framework.needless.get(setting, "the default"), []).append(setting)
     migration.differs |= dict(framework.differs(parsed.settings))
-    sections = _sections(values, migration, name)
+    try:
+        sections = _sections(values, migration, name)
+    except StrettoError:
+        _find_unbuilt(values, framework, migration)
+        raise
     _accept(sections, migration)
     for required in _NEEDED:
         section, key = required.split(".")
@@ -171,6 +188,20 @@ def _read(framework: ExternalFramework, settings: Settings, migration: Migration
     if vocab_is_default and values.get(_TOKENIZER) is not None:
         del values[_VOCAB]  # the tokenizer knows better how many entries it has than its kind
     return values
+
+
+def _find_unbuilt(values: Mapping[str, Any], framework: ExternalFramework, migration: Migration) -> None:
+    """Name the settings without which the model has fewer parts that can be planned and not yet built."""
+    numbers = {**values, _VOCAB: values.get(_VOCAB) or _TRAINED}
+    parts = job_from(numbers).shape.unsupported_parts
+    for rule in framework.rules:
+        with suppress(StrettoError, TypeError):  # no model is without it
+            job = job_from({name: value for name, value in numbers.items() if name not in rule.fields})
+            if gone := [part for part in parts if part not in job.shape.unsupported_parts]:
+                instead = " ".join(f"--{k} {v}" for k, v in rule.write(values_of(job)).items())
+                reason = f"{', '.join(gone)} can be planned, not yet built; mapped would be {instead}"
+                migration.lost[rule.settings[0]] = reason
+    migration.mapped = [item for item in migration.mapped if not migration.lost.keys() & item.settings.keys()]
 
 
 def _sections(values: Mapping[str, Any], migration: Migration, name: str) -> dict[str, dict[str, Any]]:

@@ -98,6 +98,9 @@ def test_a_legal_job_passes() -> None:
         ("checkpoint.resume=atuo", "checkpoint.resume is atuo: there is no such folder", "mean auto?"),
         ("checkpoint.resume=./txt", "checkpoint.resume is ./txt: there is no such folder", "mean text?"),
         ("run.dir=file", "run.dir is file: ", "name another folder"),
+        (f"run.dir=a/{'x' * 300}", f"run.dir is a/{'x' * 38}...: names have at most 255 bytes", "shorter"),
+        (f"data.source={'x' * 300}", "data.source is xxx", "shorter"),
+        (f"data.tokenizer={'x' * 300}", "data.tokenizer is xxx", "shorter"),
     ],
 )
 def test_one_thing_wrong(overrides: str, message: str, hint: str | None) -> None:

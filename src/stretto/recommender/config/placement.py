@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,14 +46,11 @@ def configured_placements(
         )
     if isinstance(placement, str):
         path = Path(placement).expanduser()
-        if not path.is_file():
+        if not os.path.isfile(path):
             similar = nearest(placement, (AUTO, *UNIFORM))
-            raise StrettoError(
-                f"tables.placement is {placement}: there is no such file",
-                hint=f"did you mean {similar}?"
-                if similar
-                else f"{AUTO}, {', '.join(UNIFORM)}, a YAML file, or a mapping",
-            )
+            others = f"{AUTO}, {', '.join(UNIFORM)}, a YAML file, or a mapping"
+            hint = f"did you mean {similar}?" if similar else others
+            raise StrettoError(f"tables.placement is {placement}: there is no such file", hint=hint)
         placements = read_placements(path, layout.ranks, layout.ranks_per_node)
     else:
         placements = read_placements(placement, layout.ranks, layout.ranks_per_node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from stretto.run.config.for_ranks import alternatives, duplicate_rank_counts
 from stretto.run.config.job import job_of, program_file, tried_optimizer, try_user_loss
 from stretto.run.config.run_checks import (
     guard_problems,
+    long_names,
     missing_sources,
     raise_first,
     run_problems,
@@ -61,7 +63,9 @@ def find_problems(
     config: TrainConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
     """Return all problems of a job: broken rules of `stretto.job.rules`, and what this machine lacks."""
-    broken, job = list[Problem](), None
+    broken, job = [*long_names(asdict(config))], None
+    if broken:
+        return broken
     builds: dict[str, Callable[[], object]] = {"model": config.shape, "layout": config.layout.to_layout}
     builds["optim.name"] = lambda: tried_optimizer(config.optim)
     if (file := config.schedule.file) is not None:

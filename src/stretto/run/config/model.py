@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, is_dataclass, make_dataclass, replace
 from dataclasses import Field as DataclassField
@@ -184,7 +185,7 @@ def _check_preset(value: str) -> None:
     try:
         find_shape(path)
     except UnknownName as error:
-        hint = f"there is no {path / 'config.json'}" if path.is_dir() else error.hint
+        hint = f"there is no {path / 'config.json'}" if os.path.isdir(path) else error.hint
         raise StrettoError(f"is {value!r}, which is not a known model", hint=hint) from None
     except StrettoError as error:
         raise StrettoError(f"is {value!r}: {error.message}", hint=error.hint) from None

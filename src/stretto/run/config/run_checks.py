@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
 from stretto.errors import Problem, StrettoError, joined, nearest, nearest_file
 from stretto.job.optimiser import RateCurve
@@ -25,6 +26,7 @@ HOOKS = {
     "on_checkpoint": ("run", "path"),
     "on_end": ("run",),
 }
+LONGEST_NAME = 255  # bytes of a file's name in a folder
 SPAN_EXPORTERS = "opentelemetry_traces_exporter"
 """The group of entry points under which packages offer exporters of spans."""
 
@@ -132,12 +134,25 @@ def _retention(checkpoint: CheckpointConfig, eval_every: int | None) -> Iterator
 def _run_folder(run: RunConfig) -> Iterator[Problem]:
     folder = run.folder.expanduser()
     yield from writable("run.dir", run.dir, folder)
-    around = next((p for p in folder.absolute().parents if p.exists()), None)
+    around = next((p for p in folder.absolute().parents if os.path.exists(p)), None)
     if run.private and around is not None:
         mode = around.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             rule = f"everyone may write to {around}, and so put another folder in this one's place"
             yield Problem("run.private", "true", rule, f"chmod o-w {around}, or another run.dir")
+
+
+def long_names(values: object, field: str = "") -> Iterator[Problem]:
+    """Check that texts of a config, which may name files, have no part that is longer than a file's name."""
+    if isinstance(values, dict):
+        for key, value in cast("dict[str, Any]", values).items():
+            if key != "sample":  # whose prompt is no name
+                yield from long_names(value, f"{field}.{key}" if field else str(key))
+    elif isinstance(values, list | tuple):
+        for value in cast("Sequence[Any]", values):
+            yield from long_names(value, field)
+    elif isinstance(values, str) and any(len(part.encode()) > LONGEST_NAME for part in values.split("/")):
+        yield Problem(field, f"{values[:40]}...", f"names have at most {LONGEST_NAME} bytes", "a shorter one")
 
 
 def writable(field: str, value: str, folder: Path) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -66,7 +67,7 @@ def megatron_prefix(name: str) -> Path | None:
     path = Path(name).expanduser()
     if path.suffix in (BIN, IDX):
         return path.with_suffix("") if path.is_file() or _half_there(path.with_suffix("")) else None
-    return path if not path.exists() and _half_there(path) else None
+    return path if not os.path.exists(path) and _half_there(path) else None
 
 
 def tokenizer_at(path: Path) -> list[Path]:
@@ -74,11 +75,11 @@ def tokenizer_at(path: Path) -> list[Path]:
     vocabulary with the merges that lie beside it, a SentencePiece model, or ranks of tiktoken or tekken; none
     where there is no tokenizer.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         named = ("tokenizer.json", "vocab.json", "tekken.json")
         singles = [*(path / name for name in named), *_models(path)]
         return next((files for single in singles if (files := tokenizer_at(single))), [])
-    if not path.is_file():
+    if not os.path.isfile(path):
         return []
     if path.name.endswith("vocab.json"):
         merges = path.with_name(path.name.removesuffix("vocab.json") + "merges.txt")

@@ -171,10 +171,6 @@ def _identical(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _narrow(dim: int, start: int, length: int) -> View:
-    return lambda tensor: tensor.narrow(dim, start, length)
-
-
 def _stacked(names: tuple[tuple[str, ...], ...], prefix: str, sizes: Sizes) -> Iterator[TitanTensor]:
     """Yield tensors of equal sizes that Stretto stacks along the dimension before the last."""
     count = len(names)
@@ -185,9 +181,8 @@ def _stacked(names: tuple[tuple[str, ...], ...], prefix: str, sizes: Sizes) -> I
     length = sizes[dim] // count
     part = (*sizes[:dim], length, *sizes[dim + 1 :])
     for i, each in enumerate(names):
-        yield TitanTensor(
-            tuple(prefix + name for name in each), part, ((_narrow(dim, i * length, length), _identical),)
-        )
+        narrow = partial(torch.narrow, dim=dim, start=i * length, length=length)
+        yield TitanTensor(tuple(prefix + name for name in each), part, ((narrow, _identical),))
 
 
 def _qkv(parameter: str, prefix: str, shape: ModelShape) -> TitanRule:

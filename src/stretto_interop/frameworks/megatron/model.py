@@ -587,10 +587,7 @@ def _write_correction(values: JobValues) -> Settings:
         return {}
     if values[MOE.score] != "sigmoid":
         raise refused(MOE.correction, True, "Megatron-LM corrects sigmoid scores alone", (False,))
-    return {
-        "moe-router-enable-expert-bias": True,
-        "moe-router-bias-update-rate": values[MOE.correction_rate],
-    }
+    return {"moe-router-enable-expert-bias": True, "moe-router-bias-update-rate": values[MOE.correction_rate]}
 
 
 def _read_correction(settings: Settings) -> Values:
@@ -648,10 +645,7 @@ _EXPERTS: tuple[Rule, ...] = (
         notes=_capacity_notes,
     ),
     _expert_rule(
-        (MOE.dense_layers, MOE.every),
-        "moe-layer-freq",
-        _write_layers_with_experts,
-        _read_layers_with_experts,
+        (MOE.dense_layers, MOE.every), "moe-layer-freq", _write_layers_with_experts, _read_layers_with_experts
     ),
     rule(MOE.router_bias, write=_write_router_bias, read=_read_router_bias),
     rule(

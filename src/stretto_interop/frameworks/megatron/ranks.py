@@ -329,11 +329,7 @@ def _write_recompute(values: JobValues) -> Settings:
     if mode == "selective":
         return {"recompute-granularity": "selective", "recompute-modules": ["core_attn"]}
     method = ("uniform", 1) if blocks is None else ("block", blocks)
-    return {
-        "recompute-granularity": "full",
-        "recompute-method": method[0],
-        "recompute-num-layers": method[1],
-    }
+    return {"recompute-granularity": "full", "recompute-method": method[0], "recompute-num-layers": method[1]}
 
 
 def _read_recompute(settings: Settings) -> Values:
