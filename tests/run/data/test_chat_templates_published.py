@@ -128,7 +128,13 @@ def test_each_turn_is_trained_on_once_as_the_model_would_write_it(
     assert answer[-1].text.removesuffix(end) == rendered_by_transformers(name, messages)[0].removesuffix(end)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+# marked as others of their family are
+ALIKE = {"cohere2", "gemma", "phi3", "qwen2_5"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in PAIRS]
+)
 def test_masks_equal_those_of_transformers_on_the_marked_template(name: str):
     messages = of_family(name, PLAIN)
     text, spans = rendered_by_transformers(f"{TRL}{name}_training", messages, mask=True)

@@ -46,10 +46,17 @@ def run(folder: Path, name: str, *overrides: str, freeze: str = FREEZE) -> Train
 @pytest.mark.parametrize(
     "how",
     [
-        *("zero1 in bfloat16", "zero3 in files", "delayed updates"),
+        *("zero1 in bfloat16", "zero3 in files"),
         *(
             pytest.param(how, marks=pytest.mark.slow)
-            for how in ("ddp", "zero3", "zero3 in host memory", "server", "split backwards")
+            for how in (
+                "ddp",
+                "zero3",
+                "zero3 in host memory",
+                "server",
+                "split backwards",
+                "delayed updates",
+            )
         ),
     ],
 )
