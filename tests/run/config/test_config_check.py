@@ -98,9 +98,10 @@ def test_a_legal_job_passes() -> None:
         ("checkpoint.resume=atuo", "checkpoint.resume is atuo: there is no such folder", "mean auto?"),
         ("checkpoint.resume=./txt", "checkpoint.resume is ./txt: there is no such folder", "mean text?"),
         ("run.dir=file", "run.dir is file: ", "name another folder"),
-        (f"run.dir=a/{'x' * 300}", f"run.dir is a/{'x' * 38}...: names have at most 255 bytes", "shorter"),
-        (f"data.source={'x' * 300}", "data.source is xxx", "shorter"),
-        (f"data.tokenizer={'x' * 300}", "data.tokenizer is xxx", "shorter"),
+        (f"run.dir=a/{'x' * 300}", f"run.dir is 'a/{'x' * 38}': names have at most 255 bytes", "another"),
+        ('schedule.file="a\\0.csv"', "names have at most 255 bytes, and no NUL", "another"),
+        (f"data.source={'x' * 300}", "data.source is 'xxx", "another"),
+        (f"data.tokenizer={'x' * 300}", "data.tokenizer is 'xxx", "another"),
     ],
 )
 def test_one_thing_wrong(overrides: str, message: str, hint: str | None) -> None:

@@ -151,8 +151,11 @@ def long_names(values: object, field: str = "") -> Iterator[Problem]:
     elif isinstance(values, list | tuple):
         for value in cast("Sequence[Any]", values):
             yield from long_names(value, field)
-    elif isinstance(values, str) and any(len(part.encode()) > LONGEST_NAME for part in values.split("/")):
-        yield Problem(field, f"{values[:40]}...", f"names have at most {LONGEST_NAME} bytes", "a shorter one")
+    elif isinstance(values, str) and (
+        "\0" in values or any(len(part.encode()) > LONGEST_NAME for part in values.split("/"))
+    ):
+        rule = f"names have at most {LONGEST_NAME} bytes, and no NUL"
+        yield Problem(field, repr(values[:40]), rule, "another name")
 
 
 def writable(field: str, value: str, folder: Path) -> Iterator[Problem]:
