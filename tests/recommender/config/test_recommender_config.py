@@ -174,6 +174,8 @@ def test_a_job_without_fault_has_no_problem() -> None:
         (["checkpoint.resume=atuo"], "checkpoint.resume is atuo: there is no such folder"),
         (["model.tables=[{rows: 3, ids: hash, evict: age}]"], "max_age of table C1"),
         (["tables.folder=job.yaml/there"], "job.yaml is a file"),
+        ([f"run.dir={'x' * 300}"], "names have at most 255 bytes"),
+        ([f"tables.placement={'x' * 300}"], "there is no such file"),
         (
             ["data.threshold=5"],
             "data.threshold is 5: it is for files of a log, and data.source=synthetic",

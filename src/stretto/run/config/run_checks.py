@@ -6,6 +6,7 @@ import glob
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,6 +78,8 @@ def run_problems(config: JobConfig, ranks: int | None) -> list[Problem]:
     Args:
         ranks: of the job; None if its layout is wrong.
     """
+    if long := [*long_names(asdict(cast(Any, config)))]:
+        return long
     return [
         *_resume(config.checkpoint.resume),
         *_retention(config.checkpoint, config.eval.every),
