@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from stretto.errors import StrettoError
 from stretto.program.action import TRANSFER, Action, ActionKind
@@ -152,6 +153,7 @@ class RankLowering:
         return self._sent[rank]
 
 
+_SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
 _PLACED_HERE = frozenset({ActionKind.REDUCE_GRAD, ActionKind.REDUCE_TIED})
 _COMMUNICATION = TRANSFER | _PLACED_HERE | {ActionKind.UNSHARD, ActionKind.RESHARD}
 
@@ -185,49 +187,41 @@ def _posts(
 
 
 def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:
-    """Return for each send of `rank` the rank's first action before which the send is certainly complete.
+    """Return for each send of `rank` in a lowered program the rank's first action before which the send is
+    certainly complete.
 
     A send is complete once the receiver has consumed the message. After this rank has waited for any message
     that the receiver sent later, it can wait for the send at no cost and free the buffer. None if no such
     message follows; the executor then waits for the send at the end of the step.
-
-    Args:
-        program: a lowered program.
-        rank: the sending rank.
     """
     assert program.lowered, "send_releases takes a lowered program"
-    position = {a: at for at, a in enumerate(program.orders[rank]) if a.kind.is_compute}
-    consumer = {receive: a for a in position if (receive := needed_by(program, a))}
-    sends = [a for a in program.orders[rank] if a.kind is ActionKind.SEND_F or a.kind is ActionKind.SEND_B]
-    peers = {channel_of(program, send)[1] for send in sends}
-    replies = {peer: _replies(program, peer, consumer, position) for peer in peers}
+    order, placement = program.orders[rank], program.placement
+    sends = [action for action in order if action.kind in _SENDS]
+    # of each peer's sends to this rank: its indices, and of the first action here for this or a later one
+    replies = dict[int, tuple[list[int], list[int]]]()
+    for peer in {placement[_receiver(send)] for send in sends}:
+        places = enumerate(program.orders[peer])
+        to_rank = [(at, a) for at, a in places if a.kind in _SENDS and placement[_receiver(a)] == rank]
+        first = accumulate((_consumed(program, send, rank) for _, send in reversed(to_rank)), min)
+        replies[peer] = [at for at, _ in to_rank], [*first][::-1]
     releases: dict[Action, Action | None] = {}
     for send in sends:
-        consumed, sent, first = replies[channel_of(program, send)[1]]
-        after = bisect_right(sent, consumed[receive_of(send)])
-        releases[send] = first[after] if after < len(first) else None
+        peer = placement[_receiver(send)]
+        sent, first = replies[peer]
+        after = bisect_right(sent, _consumed(program, send, peer))
+        releases[send] = order[first[after]] if after < len(first) else None
     return releases
 
 
-def _replies(
-    program: Program, peer: int, consumer: dict[Action, Action], position: dict[Action, int]
-) -> tuple[dict[Action, int], list[int], list[Action]]:
-    """Find where `peer` consumes another rank's messages and where it sends to that rank.
+def _receiver(send: Action) -> int:
+    return send.stage + (1 if send.kind is ActionKind.SEND_F else -1)
 
-    Returns:
-        the index in the peer's order at which it consumes each receive; the indices of its sends to the rank;
-        and for each of these sends, the rank's first action that consumes this or a later message.
-    """
-    consumed: dict[Action, int] = {}
-    sent: list[int] = []
-    first: list[Action] = []
-    for at, action in enumerate(program.orders[peer]):
-        if receive := needed_by(program, action):
-            consumed[receive] = at
-        elif action.kind.is_transfer and (reply := receive_of(action)) in consumer:
-            sent.append(at)
-            first.append(consumer[reply])
-    for at in range(len(first) - 2, -1, -1):
-        if position[first[at + 1]] < position[first[at]]:
-            first[at] = first[at + 1]
-    return consumed, sent, first
+
+def _consumed(program: Program, send: Action, rank: int) -> int:
+    """Return the index in the receiving rank's order of the action that consumes a message."""
+    positions = program.positions[rank]
+    stage, microbatch = _receiver(send), send.microbatch
+    if send.kind is ActionKind.SEND_F:
+        return positions[stage, ActionKind.F, microbatch]
+    at = positions.get((stage, ActionKind.B, microbatch))
+    return positions[stage, ActionKind.I, microbatch] if at is None else at

@@ -91,6 +91,11 @@ class Program:
             not self.is_last(stage) and rank != following[stage] for stage, rank in enumerate(self.placement)
         )
 
+    @cached_property
+    def positions(self) -> tuple[dict[tuple[int, ActionKind, int | None], int], ...]:
+        """For each rank, the index of each action in its order; of an action that occurs again, its last."""
+        return tuple({action: at for at, action in enumerate(order)} for order in self.orders)
+
     def updates(self, stage: int) -> int:
         """Return the number of updates of a stage: one, after the last action, in a synchronous program."""
         if not self.versions:

@@ -480,6 +480,26 @@ def test_a_pass_without_time_to_expand_a_layout_is_cut_short() -> None:
     assert 0 < run.left < inf
 
 
+def test_each_round_dives_before_it_proves(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = task(fixed={"tp": (1,), "cp": (1,), "pp": (1, 2)}, seconds=60.0)
+    run = BranchAndBound(task=wanted, evaluator=CandidateEvaluator(wanted), wanted=1)
+    run.evaluator.work.begin(60.0)
+    dives, expand = list[bool](), vars(BranchAndBound)["_expand_layouts"]
+
+    def recorded(this: BranchAndBound) -> None:
+        dives.append(vars(this)["_dives"])
+        expand(this)
+
+    monkeypatch.setattr(BranchAndBound, "_expand_layouts", recorded)
+    run.run()
+    assert not run.cut_short
+    assert dives[0]
+    assert not dives[-1]  # proved
+    dives.clear()
+    run.run()
+    assert dives[0]
+
+
 def test_the_floor_of_a_measured_device_is_that_of_its_peak() -> None:
     """Measured rates need not fall with the size of a microbatch."""
     measured = replace(cluster().device, kernels={"passes": {"copy": [[1e6, 1e-3]]}})

@@ -8,6 +8,7 @@ included, without buffers inside of kernels and of communication libraries.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,9 +26,8 @@ from stretto.planner.counts.state_bytes import StateBytes, StateConfig, muon_tem
 from stretto.planner.memory.layer import LayerMemory, layer_memory
 from stretto.planner.memory.stage import StageMemory, stage_memory
 from stretto.planner.memory.transient import StageUnits, TransientMemory, distinct_units, stage_units
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import COMPUTE, TRANSFER, Action, ActionKind
 from stretto.program.lower import LOOKAHEAD, lower, send_releases
-from stretto.program.messages import sent_by
 from stretto.program.program import Program
 
 _ID = 8  # bytes of a token id
@@ -271,6 +271,8 @@ class _Walk:
             for (stage, kind), count in receive_buffers(self.order).items()
         )
         for action in self.order:
+            if action.kind in TRANSFER:
+                continue
             for send in sending.get(action, ()):
                 work = self.work[send.stage]
                 if send.kind is ActionKind.SEND_B:
@@ -412,7 +414,8 @@ class _Walk:
         return not self.program.sends[action.stage] and not self.program.is_last(action.stage)
 
     def _category(self, action: Action) -> str:
-        return "messages" if sent_by(self.program, action) else "activations"
+        source = action.stage - (action.kind is not ActionKind.F)  # no stage -1, the last, sends its output
+        return "messages" if self.program.sends[source] else "activations"
 
 
 class HeldVersions:
@@ -461,17 +464,15 @@ def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, ActionKind]]:
     """Buffers for the messages of each stage and direction: a message occupies its buffer from its receive to
     the last backward action of its microbatch on that stage.
     """
-    ends = {(a.stage, a.microbatch): position for position, a in enumerate(order) if a.kind.is_compute}
-    largest, now = Counter[tuple[int, ActionKind]](), Counter[tuple[int, ActionKind]]()
-    freed = dict[int, list[tuple[int, ActionKind]]]()
-    for position, action in enumerate(order):
-        if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
-            pool = (action.stage, action.kind)
-            now[pool] += 1
-            largest[pool] = max(largest[pool], now[pool])
-            freed.setdefault(ends[action.stage, action.microbatch], []).append(pool)
-        for pool in freed.pop(position, ()):
-            now[pool] -= 1
+    ends = {(a.stage, a.microbatch): position for position, a in enumerate(order) if a.kind in COMPUTE}
+    spans = dict[tuple[int, ActionKind], list[tuple[int, int]]]()
+    for position, (stage, kind, microbatch) in enumerate(order):
+        if kind is ActionKind.RECV_F or kind is ActionKind.RECV_B:
+            spans.setdefault((stage, kind), []).append((position, ends[stage, microbatch]))
+    largest = Counter[tuple[int, ActionKind]]()
+    for pool, of_pool in spans.items():
+        freed = sorted(end for _, end in of_pool)
+        largest[pool] = max(n + 1 - bisect_left(freed, at) for n, (at, _) in enumerate(of_pool))
     return largest
 
 

@@ -164,12 +164,16 @@ class StageUnits:
         older = 2 * list(sizes[-UNDER_WAY:])
         return older[len(older) - min(before, UNDER_WAY) :]
 
+    @cached_property
+    def _used(self) -> dict[int, list[StateUnit]]:
+        return {layer: [unit for unit in self.units if layer in unit.users] for layer in self.layers}
+
     def _of(self, layers: Iterable[int], without: Iterable[int] = ()) -> int:
         """Bytes of the whole weights of some layers, if weights are gathered layer by layer, else 0."""
         if self.gather != "layer":
             return 0
-        users = ((unit.gathered, unit.users) for unit in self.units)
-        return sum(n for n, of in users if not of.isdisjoint(layers) and of.isdisjoint(without))
+        units = {id(unit): unit for layer in layers for unit in self._used[layer]}
+        return sum(unit.gathered for unit in units.values() if unit.users.isdisjoint(without))
 
 
 @lru_cache(maxsize=4096)

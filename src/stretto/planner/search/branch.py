@@ -420,7 +420,7 @@ class BranchAndBound:
         groups = dict[tuple[ScheduleChoice, int, int], list[Parallelism]]()
         for parallelism in floors:
             pp = parallelism.layout.pp
-            microbatches = self.task.global_batch // (parallelism.layout.dp * parallelism.micro_batch)
+            microbatches = self.task.microbatches(parallelism)
             for choice in self.space.schedules(parallelism):
                 if self.space.exists(choice, pp):
                     filling = filling_microbatches(choice, pp, microbatches)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from stretto.job.chain import block_count, blocks_among, layer_of
-from stretto.job.flops import Recompute as Mode
 from stretto.job.job import Job
 from stretto.job.reduction import reduction
 from stretto.planner.estimate import Estimate, estimate_of, precision_of
@@ -13,7 +9,7 @@ from stretto.planner.memory.fits import Fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.memory_bounds import MemoryBounds, filling_microbatches
-from stretto.planner.search.space import depth_of, existing_program
+from stretto.planner.search.space import depth_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.search.time_bounds import TimeBounds
 from stretto.planner.search.work import SearchWork, seconds_of
@@ -92,7 +88,7 @@ class CandidateEvaluator:
 
     def _actions(self, candidate: Candidate, short: bool = False) -> int:
         layout, choice = candidate.parallelism.layout, candidate.schedule
-        microbatches = self.task.global_batch // (layout.dp * candidate.parallelism.micro_batch)
+        microbatches = self.task.microbatches(candidate.parallelism)
         if updates_within(choice.name):
             microbatches *= 4  # a step, and the windows of `planner.time.step`
         if short:
@@ -102,18 +98,8 @@ class CandidateEvaluator:
     def _replay(self, candidate: Candidate) -> Estimate:
         task, job = self.task, candidate.job(self.task)
         cluster = self.bounds.cluster(candidate.parallelism.layout.world)
-        modes: Sequence[Mode] | None
-        if job.recompute.mode == "auto":
-            modes = memory_of(job).modes
-        elif job.recompute.blocks is None:
-            modes = None
-        else:  # of each stage, only the first blocks
-            partial: list[Mode] = ["none"] * block_count(task.shape)
-            program = existing_program(candidate.schedule, job.layout.pp)
-            for stage in task.stages(program.depth):
-                for layer in blocks_among(task.shape, stage)[: job.recompute.blocks]:
-                    partial[layer_of(task.shape, layer).block or 0] = "full"
-            modes = partial
+        chosen = job.recompute.mode == "auto" or job.recompute.blocks is not None
+        modes = memory_of(job).modes if chosen else None  # of each block
         precision = task.assumptions.products or precision_of(job)
         time = step_time(job, cluster, task.assumptions, precision, modes)
         # other ways of sharding states can make actions longer, never shorter; updates within the step too

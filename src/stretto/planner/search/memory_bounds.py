@@ -9,7 +9,7 @@ A peak state is taken from a real program, so that whatever a rank holds then bo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -310,42 +310,15 @@ class MemoryBounds:
             ]
         result = list[list[tuple[int, ...]]]()
         for parallelism in parallelisms:
-            sizes = {stage: self._stage_bytes(parallelism, stage, modes, n) for stage, n in again.items()}
+            layers: dict[Mode, list[_Layer]] = {}
+            layers["full"] = [self._layer(parallelism, kind, "full") for kind in self._kinds]
+            for mode in sorted(set(modes)):
+                layers[mode] = [self._layer(parallelism, kind, mode) for kind in self._kinds]
+            ends = [self._layer(parallelism, end, "none") for end in self.ends]
+            sizes = {stage: _stage_bytes(stage, modes, n, layers, ends) for stage, n in again.items()}
             of_ranks = [_fullest(rank.peaks, [sizes[stage] for stage in rank.distinct]) for rank in ranks]
             result.append([tuple(rank[n] for rank in of_ranks) for n in range(len(modes))])
         return result
-
-    def _stage_bytes(
-        self,
-        parallelism: Parallelism,
-        stage: _Stage,
-        modes: Sequence[Mode],
-        again: Sequence[tuple[int, ...]],
-    ) -> _StageBytes:
-        """Bytes of a stage.
-
-        Args:
-            modes: of blocks that are not recomputed as a whole, for each recomputation.
-            again: number of blocks of each kind that are, for each recomputation.
-        """
-        full = [self._layer(parallelism, kind, "full") for kind in self._kinds]
-        ends = [self._layer(parallelism, end, "none") for end in self.ends]
-        tables = {
-            m: [self._layer(parallelism, kind, m) for kind in self._kinds] for m in dict.fromkeys(modes)
-        }
-        of_ends = sum(end.saved * count for end, count in zip(ends, stage.ends, strict=True))
-        in_flight, backward = list[int](), list[int]()
-        for mode, counts in zip(modes, again, strict=True):
-            layers = tables[mode]
-            total = of_ends
-            for kind, count in enumerate(counts):
-                total += count * full[kind].saved + (stage.counts[kind] - count) * layers[kind].saved
-            in_flight.append(total)
-            final = layers if counts != stage.counts else full
-            backward.append(ends[-1].backward if stage.head else final[stage.final].backward)
-        waiting = sum(layer.held_until_w * count for layer, count in zip(full, stage.counts, strict=True))
-        waiting += stage.head * ends[-1].held_until_w
-        return _StageBytes(in_flight, backward, max(0, waiting - min(layer.saved for layer in full)))
 
     def _kind_of(self, layer: int) -> int:
         """Index of a layer's kind of block; the first for the embedding, which may be all of a stage."""
@@ -354,9 +327,8 @@ class MemoryBounds:
         return kind_counts(shape, range(block, block + 1)).index(1)
 
     def _of_ranks(self, parallelism: Parallelism, choice: ScheduleChoice) -> tuple[_Rank, ...]:
-        task, pp = self.task, parallelism.layout.pp
-        microbatches = task.global_batch // (parallelism.layout.dp * parallelism.micro_batch)
-        microbatches = filling_microbatches(choice, pp, microbatches)
+        pp = parallelism.layout.pp
+        microbatches = filling_microbatches(choice, pp, self.task.microbatches(parallelism))
         key = choice, pp, microbatches
         if key not in self._ranks:
             self.work.add("program", 3 * depth_of(choice, pp) * microbatches)
@@ -439,6 +411,30 @@ class MemoryBounds:
                 backward=max(0, min(alone.backward, alone.split)),
             )
         return self._layers[key]
+
+
+def _stage_bytes(
+    stage: _Stage,
+    modes: Sequence[Mode],
+    again: Sequence[tuple[int, ...]],
+    layers: Mapping[Mode, Sequence[_Layer]],
+    ends: Sequence[_Layer],
+) -> _StageBytes:
+    """Bytes of a stage, with a layer of each kind by mode and recomputed, for each recomputation: the mode of
+    blocks that are not recomputed as a whole, and how many of each kind are (`again`).
+    """
+    full, of_ends = layers["full"], sum(end.saved * n for end, n in zip(ends, stage.ends, strict=True))
+    in_flight, backward = list[int](), list[int]()
+    for mode, counts in zip(modes, again, strict=True):
+        of_mode, total = layers[mode], of_ends
+        for kind, count in enumerate(counts):
+            total += count * full[kind].saved + (stage.counts[kind] - count) * of_mode[kind].saved
+        in_flight.append(total)
+        final = of_mode if counts != stage.counts else full
+        backward.append(ends[-1].backward if stage.head else final[stage.final].backward)
+    waiting = sum(layer.held_until_w * count for layer, count in zip(full, stage.counts, strict=True))
+    waiting += stage.head * ends[-1].held_until_w
+    return _StageBytes(in_flight, backward, max(0, waiting - min(layer.saved for layer in full)))
 
 
 def _fullest(peaks: Sequence[PeakState], stages: Sequence[_StageBytes]) -> list[int]:

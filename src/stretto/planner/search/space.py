@@ -349,6 +349,8 @@ def small_program(choice: ScheduleChoice, pp: int, microbatches: int = 2) -> Pro
     schedule does not exist for these ranks. For `auto` it is the plain schedule's.
     """
     options = {name: value for name, value in choice.options if name != "group"}
+    if len(options) < len(choice.options):
+        return small_program(ScheduleChoice(choice.name, tuple(options.items())), pp, microbatches)
     if is_searched(choice.name):
         return schedule(PLAIN, pp, microbatches)
     user = entry(choice.name).user

@@ -82,6 +82,10 @@ class SearchTask:
         """The layers of each of `depth` stages."""
         return self.job.stages(depth)
 
+    def microbatches(self, parallelism: Parallelism) -> int:
+        """The microbatches of a step in each replica."""
+        return self.global_batch // (parallelism.layout.dp * parallelism.micro_batch)
+
     @property
     def devices(self) -> int:
         """All devices of the cluster."""

@@ -177,6 +177,7 @@ class TimeBounds:
         self._parts = dict[object, list[LayerTime]]()
         self._alone = dict[object, LayerTime]()
         self._blocks = dict[object, float]()  # work of all blocks
+        self._ideal = dict[int, float]()  # by number of devices
         self._data = dict[object, tuple[_RankStages, ...]]()
         self._orders = dict[object, float]()
         self._stages = dict[object, list[list[tuple[float, float, float]]]]()
@@ -253,7 +254,9 @@ class TimeBounds:
         trip = 0.0
         if self._drains:
             trip = layers.round_trip(self._all) + fsum(map(_round_trip, layers.ends))
-        return self._corrected(max(self._microbatches(parallelism) / layout.pp * work, trip), layout.world)
+        return self._corrected(
+            max(self.task.microbatches(parallelism) / layout.pp * work, trip), layout.world
+        )
 
     def floor(self, parallelism: Parallelism, smallest: int) -> float:
         """A bound for every schedule and for microbatches of `smallest` samples or more, up to those of the
@@ -279,13 +282,16 @@ class TimeBounds:
 
     def ideal(self, layout: Layout) -> float:
         """A bound for every layout with as many devices: model FLOPs at the device's peak."""
-        task, device = self.task, self.task.cluster.device
-        flops = model_flops_per_step(
-            task.shape, task.sequence, task.global_batch, causal=True, target=task.job.target_sequence
-        )
-        if task.job.trained.freeze:
-            flops /= 3  # forwards
-        return self._corrected(flops / (layout.world * device.peak(precision_of(task.job))), layout.world)
+        if layout.world not in self._ideal:
+            task, device = self.task, self.task.cluster.device
+            flops = model_flops_per_step(
+                task.shape, task.sequence, task.global_batch, causal=True, target=task.job.target_sequence
+            )
+            if task.job.trained.freeze:
+                flops /= 3  # forwards
+            seconds = flops / (layout.world * device.peak(precision_of(task.job)))
+            self._ideal[layout.world] = self._corrected(seconds, layout.world)
+        return self._ideal[layout.world]
 
     def schedule(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
         """A bound with a schedule and recomputation."""
@@ -326,7 +332,7 @@ class TimeBounds:
             if mode not in ("none", "auto"):
                 recomputed = self.layers(parallelism, mode, backwards).columns[2]
                 repeats = [r - w for r, w in zip(recomputed[ends:], work[ends:], strict=True)]
-            each, odd = divmod(self._microbatches(parallelism), copies)
+            each, odd = divmod(self.task.microbatches(parallelism), copies)
             longest = _dot(trip, (*(1 for _ in self._ends), *self._all)) if drains else 0.0
             for rank, (on_rank, before) in zip(ranks, again_on[n], strict=True):
                 starts, repeated = 2 * len(rank.blocks) * action, _dot(repeats, on_rank)
@@ -370,7 +376,7 @@ class TimeBounds:
         key = parallelism, choice, candidate.saving.recompute.mode
         if key not in self._stages:
             self._stages[key] = [[self._stage(candidate, stage) for stage in rank.stages] for rank in ranks]
-        count, odd = divmod(self._microbatches(parallelism), existing_program(choice, layout.pp).copies)
+        count, odd = divmod(self.task.microbatches(parallelism), existing_program(choice, layout.pp).copies)
         layers = self.layers(parallelism, "none", _backwards(choice, layout.pp))
         for rank, stages in zip(ranks, self._stages[key], strict=True):
             reduces = [time.reduce for time in rank.data]
@@ -442,9 +448,6 @@ class TimeBounds:
                 ranks.append(_RankStages(rank, stages, tuple(times)))
             self._data[key] = tuple(ranks)
         return self._data[key]
-
-    def _microbatches(self, parallelism: Parallelism) -> int:
-        return self.task.global_batch // (parallelism.layout.dp * parallelism.micro_batch)
 
     def _corrected(self, seconds: float, world: int) -> float:
         return seconds * self.cluster(world).correction

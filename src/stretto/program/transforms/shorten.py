@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, takewhile
+from itertools import chain, pairwise
 from math import lcm
 
 from stretto.program.action import Action, ActionKind
@@ -110,7 +110,7 @@ def _period(order: Sequence[Action]) -> tuple[int, int] | None:
             assert first is not None
             assert microbatch is not None
             length, shift = at - middle, microbatch - first
-            if shift > 0 and all(_later(order[t], shift) == order[t + length] for t in range(middle, at)):
+            if shift > 0 and all(_recurs(order[t], order[t + length], shift) for t in range(middle, at)):
                 return length, shift
         counts[other, again] += 1
     return None
@@ -128,18 +128,19 @@ def _balanced(counts: Counter[tuple[int, ActionKind]], stages: Iterable[int]) ->
 def _steady(order: Sequence[Action], length: int, shift: int) -> _Steady:
     """Extend a period from the middle of an order to both sides."""
     middle = len(order) // 2
-    later = [_later(action, shift) for action in order]
-    start = middle - _agree(reversed(order[length : middle + length]), reversed(later[:middle]))
-    end = middle + _agree(order[middle + length :], later[middle:]) + length
+    earlier = (t for t in range(middle, 0, -1) if not _recurs(order[t - 1], order[t + length - 1], shift))
+    later = (t for t in range(middle + length, len(order)) if not _recurs(order[t - length], order[t], shift))
+    start, end = next(earlier, 0), next(later, len(order))
     before = {action.microbatch for action in order[:start]}
     settled = max((t + 1 for t in range(start, len(order)) if order[t].microbatch in before), default=start)
     return _Steady(start, end, length, settled)
 
 
-def _agree(these: Iterable[Action], those: Iterable[Action]) -> int:
-    """Return the length of the common prefix."""
-    both = takewhile(lambda pair: pair[0] == pair[1], zip(these, those, strict=False))
-    return sum(1 for _ in both)
+def _recurs(action: Action, later: Action, shift: int) -> bool:
+    """True if the later action is the other one, of the microbatch `shift` later."""
+    stage, kind, microbatch = action
+    assert microbatch is not None
+    return later == (stage, kind, microbatch + shift)
 
 
 def _later(action: Action, shift: int) -> Action:
