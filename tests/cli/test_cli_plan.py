@@ -291,5 +291,5 @@ def test_a_batch_without_data_parallelism_is_refused(stretto: CommandLine) -> No
     error, hint = stretto.error(
         "plan", "--model", "gpt3-175b", "--cluster", "dgx-a100-80gb:1024", "--batch", "1537"
     ).splitlines()
-    assert error.startswith("error: batch is 1537, which has no common divisor with the 1024 devices: ")
+    assert error.startswith("error: --batch is 1537, which has no common divisor with the 1024 devices: ")
     assert hint == "hint: nearest is 1536; or fix dp=1"

@@ -142,7 +142,7 @@ def test_a_table_as_text(stretto: CommandLine, table: Path) -> None:
         "two lines",
         "measured twice",
         "2.2%",
-        "out of memory: 1 rows",
+        "out of memory: 1 row",
         "row 2: tflops_per_gpu is taken as model FLOPs",
         "recompute is 'sometimes', allowed: none, selective, full",
     ):

@@ -113,9 +113,9 @@ def test_samples_follow_the_probabilities():
         ({"ids": torch.zeros(3, dtype=torch.int64)}, "prompt of"),
         ({"ids": torch.tensor([[5000]])}, "token 5000"),
         ({"ids": torch.tensor([[-1]])}, "token -1"),
-        ({"temperature": -0.5}, "temperature -0.5"),
-        ({"temperature": float("nan")}, "temperature nan"),
-        ({"top_k": 0}, "top_k 0"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0"),
         ({"max_new_tokens": -1}, "max_new_tokens -1"),
     ],
 )

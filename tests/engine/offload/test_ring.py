@@ -96,14 +96,14 @@ def test_a_read_waits_for_the_write_of_the_same_block(tmp_path: Path, monkeypatc
     ring.drain()
     slow(monkeypatch, "write", 0.1)
     ring.fetch(0).add_(1)
+    began = time.perf_counter()
     ring.put(0)
     for key in (1, 2, 3):  # its memory goes to another meanwhile
         ring.start_fetch(key)
     ring.fetch(1)
     ring.release(1)  # this is free
-    began = time.perf_counter()
     assert torch.equal(ring.fetch(0)[:5000], want[0] + 1)
-    assert time.perf_counter() - began > 0.05
+    assert time.perf_counter() - began > 0.09
     ring.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -67,11 +67,24 @@ def test_the_short_step_has_the_peak_of_longer_ones(
     assert [r.total for r in every] == [r.total for r in full]
 
 
-def test_the_fullest_rank_is_among_those_examined() -> None:
-    for schedule in ("1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-v", "hanayo", "chimera"):
-        long_job = job(schedule, 6, 60, 18, "zero1")
-        full = rank_memory(memory_of(long_job))
-        assert max(r.total for r in short_step_memory(long_job)) == max(r.total for r in full)
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches", "layers", "recompute"),
+    [
+        *((name, 6, 60, 18, "none") for name in ("1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2")),
+        *((name, 6, 60, 18, "none") for name in ("zb-v", "hanayo", "chimera")),
+        # most is held between the halves of its backwards, by ranks in the middle
+        ("dualpipe", 10, 53, 19, "full"),
+        ("hanayo", 10, 33, 19, "none"),
+        ("v-min", 8, 17, 15, "full"),
+    ],
+)
+def test_the_fullest_rank_is_among_those_examined(
+    schedule: str, pp: int, microbatches: int, layers: int, recompute: Literal["none", "full"]
+) -> None:
+    long_job = job(schedule, pp, microbatches, layers, "zero1")
+    long_job = replace(long_job, recompute=Recompute(recompute))
+    full = rank_memory(memory_of(long_job))
+    assert max(r.total for r in short_step_memory(long_job)) == max(r.total for r in full)
 
 
 def test_long_steps_are_shortened() -> None:

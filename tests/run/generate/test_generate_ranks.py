@@ -211,7 +211,7 @@ def test_one_text_is_streamed_and_ranks_end_together(
     ("arguments", "says"),
     [
         (("--tp", "3"), ("--tp 3: it must divide model.heads, which is 4", "nearest: --tp 2 or 4")),
-        (("--tp", "2", "--top-p", "1.5"), ("top_p 1.5 is not above 0",)),
+        (("--tp", "2", "--top-p", "1.5"), ("--top-p is 1.5, must be above 0",)),
         (("--tp", "2", "--device", "cuda"), ("there is no such device here: torch sees cpu",)),
         (("--tp", "2", "--checkpoint", "9"), ("--checkpoint 9: ", "it has 3")),
     ],

@@ -11,11 +11,12 @@ from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import FREE, FREE_OF_OTHERS, Fit, fit
 from stretto.planner.memory.job import memory_of
-from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank, step_ids
+from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank, stage_memory_of, step_ids
+from stretto.planner.memory.stage import StageMemory
 from stretto.program.action import ActionKind
 from stretto.program.lower import LOOKAHEAD, RankLowering
-from stretto.program.memory import peak_held
-from stretto.program.program import Program
+
+NEARLY = 0.95  # of the most activations: such a rank may be the fullest by what is not counted here
 
 
 def short_program(job: Job) -> RankLowering:
@@ -53,36 +54,35 @@ def short_step_memory(job: Job, every: bool = False) -> list[RankMemory]:
 
 def fullest(memory_job: MemoryJob) -> list[int]:
     """The ranks that may be the fullest: the first two, the last two, and of ranks with equally many layers
-    of each kind the first, the last and those that hold the most microbatches. Embedding and head are kinds
-    of their own.
+    of each kind (embedding and head are kinds) the first, the last and those that nearly hold the most.
     """
     program, shape = memory_job.program, memory_job.shape
-    alike = dict[object, list[int]]()
-    for rank in range(program.ranks):
-        stages = [memory_job.stages[stage % program.depth] for stage in program.stages_of(rank)]
-        layers = tuple((*non_blocks_among(shape, stage), kind_counts(shape, stage)) for stage in stages)
-        alike.setdefault(layers, []).append(rank)
+    kinds = [(*non_blocks_among(shape, s), kind_counts(shape, s)) for s in memory_job.stages]
+    stages = {kind: stage for stage, kind in enumerate(kinds)}  # one of each kind
+    moves = {kind: _moves(stage_memory_of(memory_job, stage)) for kind, stage in stages.items()}
+    alike = dict[object, dict[int, int]]()  # the most bytes of activations of each rank
+    for rank, order in enumerate(program.orders):
+        now = peak = 0
+        for stage, action_kind, _ in order:
+            during, change = moves[kinds[stage % program.depth]].get(action_kind, (0, 0))
+            peak, now = max(peak, now + during), now + change
+        alike.setdefault(tuple(kinds[s % program.depth] for s in program.stages_of(rank)), {})[rank] = peak
     chosen = {0, min(1, program.ranks - 1), max(0, program.ranks - 2), program.ranks - 1}
-    # a microbatch counts until its weight gradient is done, or until its input gradient is
-    for peaks in (peak_held(program), _peak_flights(program)):
-        for group in alike.values():
-            full = max(peaks[rank] for rank in group)
-            full_ranks = [rank for rank in group if peaks[rank] == full]
-            chosen |= {group[0], group[-1], full_ranks[0], full_ranks[-1]}
+    for peaks in alike.values():
+        full = NEARLY * max(peaks.values())
+        chosen |= {min(peaks), max(peaks), *(rank for rank, peak in peaks.items() if peak >= full)}
     return sorted(chosen)
 
 
-def _peak_flights(program: Program) -> list[int]:
-    """Per rank, the most microbatches at once between forward and backward, over all its stages."""
-    step = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
-    peaks = list[int]()
-    for order in program.orders:
-        now = peak = 0
-        for action in order:
-            now += step.get(action.kind, 0)
-            peak = max(peak, now)
-        peaks.append(peak)
-    return peaks
+def _moves(work: StageMemory) -> dict[ActionKind, tuple[int, int]]:
+    """Bytes of activations during each action of a stage, and the change of what is held after it."""
+    saved, kind = work.saved + work.ends, ActionKind
+    return {
+        kind.F: (work.forward, saved),
+        kind.B: (work.backward, -saved),
+        kind.I: (work.split, work.queued - saved),
+        kind.W: (work.products, -work.queued),
+    }
 
 
 def short_step_fit(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:
