@@ -171,7 +171,9 @@ with failures_reported():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no waitid")
 def test_a_server_that_is_killed_while_it_imports_is_named(tmp_path: Path) -> None:
-    (tmp_path / "ends_its_process.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    # not at once: a server that has ended before ranks are asked of it is started again
+    end = "import os, time\ntime.sleep(1)\nos.kill(os.getpid(), 9)\n"
+    (tmp_path / "ends_its_process.py").write_text(end)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     launcher = [sys.executable, "-c", KILLED_EARLY]
     done = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=60, check=False)
