@@ -117,10 +117,10 @@ def grouped(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., N
         def parse(**values: Any) -> None:
             defaults = {field.name: field.default for field in fields(options)}  # pyright: ignore[reportArgumentType]
             typed = {name: flag for name, flag in flags.items() if values[name] != defaults[name]}
-            for name, value in values.items():
-                if isinstance(value, float) and not isfinite(value):
-                    wrong = f"{typed[name]} is {value}, must be a finite number"
-                    raise StrettoError(wrong, hint=f"give a number, or leave {typed[name]} out")
+            for name, flag in typed.items():
+                if isinstance(value := values[name], float) and not isfinite(value):
+                    wrong = f"{flag} is {value}, must be a finite number"
+                    raise StrettoError(wrong, hint=f"give a number, or leave {flag} out")
             try:
                 command(options(**values))
             except StrettoError as error:

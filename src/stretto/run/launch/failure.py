@@ -26,7 +26,7 @@ class Failure:
     """How one rank failed.
 
     kind: `input`: a StrettoError; `error`: any other exception; `died`: the process ended without a report;
-        `server`: the process that ranks are forked from has ended, and with it what is known of ranks;
+        `server`: the process that ranks are forked from has died, so their own state is unknown;
         `silent`: it timed out waiting for another rank; `gone`: another rank's connection closed;
         `hung`: its launcher found that it makes no progress.
     name: class of the exception; "" if the process died.
