@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -36,6 +37,12 @@ def test_widths_follow_head_dim():
 def test_none_is_the_default():
     none = dict.fromkeys(("kv_heads", "head_dim", "ffn", "tied", "bias"))
     assert ModelShape(**GPT, **none) == ModelShape(**GPT)
+
+
+def test_the_hash_is_of_all_fields_and_stays_in_its_process():
+    shape = ModelShape(**LLAMA)
+    assert hash(shape) == hash(ModelShape(**LLAMA)) != hash(replace(shape, norm_eps=1e-3))
+    assert vars(pickle.loads(pickle.dumps(shape))) == vars(ModelShape(**LLAMA))
 
 
 def test_survives_a_dictionary_and_replace():

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from stretto.errors import Problem, StrettoError
@@ -214,6 +214,18 @@ class ModelShape:
         if self.rotary and self.dropout:
             rule = "models with rotary positions have no dropout"
             raise Problem("dropout", self.dropout, rule, "dropout: 0, or family: gpt")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash of all fields, which takes long, and almost every cache is looked up by it."""
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hashes of texts are others in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
     def title(self) -> str:
