@@ -356,12 +356,6 @@ class ModelShape:
         """Return the kinds of blocks, in the order of their first blocks, each with its count."""
         return _kinds(self)
 
-    def block_counts(self, layers: range) -> tuple[int, ...]:
-        """Return how many of the layers (0 is the embedding, 1 the first block) are blocks of each of
-        `kinds`.
-        """
-        return _block_counts(self, layers)
-
     def each(self, count: Callable[[ModelShape], T]) -> list[T]:
         """Return `count` of every block, called once for each kind."""
         kinds = self.kinds()
@@ -429,16 +423,6 @@ def _kinds(shape: ModelShape) -> tuple[tuple[ModelShape, int], ...]:
         kind = shape.block(i)
         counts[kind] = counts.get(kind, 0) + 1
     return tuple(counts.items())
-
-
-@lru_cache(maxsize=16384)
-def _block_counts(shape: ModelShape, layers: range) -> tuple[int, ...]:
-    kinds = [kind for kind, _ in shape.kinds()]
-    blocks = range(max(1, layers.start), min(layers.stop, shape.layers + 1))
-    if len(kinds) == 1:
-        return (len(blocks),)
-    alike = [shape.block(layer - 1) for layer in blocks]
-    return tuple(alike.count(kind) for kind in kinds)
 
 
 # fields that every record has; all others are left out if they have the family's default
