@@ -21,7 +21,6 @@ from stretto.job.program import (
     build_program,
     complete,
     short_step,
-    shortened,
     stages_of,
 )
 from stretto.job.shape import ModelShape
@@ -29,9 +28,9 @@ from stretto.layout.layout import Layout
 from stretto.program import PLAIN, entry
 from stretto.program import options as options_of
 from stretto.program.checks.versions import weight_delays
-from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
+from stretto.program.transforms.shorten import shorten
 
 VOCAB_MULTIPLE = 64  # multiple of each rank's padded share of the vocabulary in training, for fast products
 
@@ -281,17 +280,17 @@ class Job(Execution):
         """
         return tuple(map(max, weight_delays(self.peak_program())))
 
-    def short_step(self) -> RankLowering:
+    def short_step(self) -> Program:
         """Return the program without the microbatches that do not raise any rank's peak memory
-        (`program.transforms.shorten`), to be lowered rank by rank.
+        (`program.transforms.shorten`).
 
         Raises:
             StrettoError: as `program`.
         """
         if self.custom_program is not None:
-            return shortened(self.custom_program, gathered=self._gathers_stages)
+            return complete(shorten(self.custom_program), gathered=self._gathers_stages)
         if self.window is not None:
-            return RankLowering(self.peak_program(), lookahead=LOOKAHEAD)
+            return self.peak_program()
         return short_step(self._program_key)
 
     @property

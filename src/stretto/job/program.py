@@ -15,7 +15,6 @@ from stretto.job.user_shape import UserShape
 from stretto.layout.cut import cut
 from stretto.program import options as options_of
 from stretto.program import schedule
-from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
 from stretto.program.transforms.sharding import gather
@@ -119,11 +118,11 @@ def build_program(key: ProgramKey) -> Program:
 
 
 @lru_cache(maxsize=64)
-def short_step(key: ProgramKey) -> RankLowering:
+def short_step(key: ProgramKey) -> Program:
     """Return the program of `build_program` without the microbatches that do not raise any rank's peak memory
-    (`program.transforms.shorten`), to be lowered rank by rank.
+    (`program.transforms.shorten`).
     """
-    return shortened(_generate(replace(key, gathered=False)), gathered=key.gathered)
+    return complete(shorten(_generate(replace(key, gathered=False))), gathered=key.gathered)
 
 
 def complete(program: Program, *, gathered: bool) -> Program:
@@ -134,11 +133,6 @@ def complete(program: Program, *, gathered: bool) -> Program:
         at_work = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
         return gather(program, limit=at_work + 1)
     return program
-
-
-def shortened(program: Program, *, gathered: bool) -> RankLowering:
-    """Return the short step of a program, complete."""
-    return RankLowering(complete(shorten(program), gathered=gathered), lookahead=LOOKAHEAD)
 
 
 @lru_cache(maxsize=512)

@@ -140,7 +140,7 @@ def predict_rows(
 def short_step_estimate(
     job: Job, cluster: Cluster, assumptions: Assumptions, memory: bool = True
 ) -> Estimate:
-    """Return an estimate whose memory is counted on a short step, of the ranks that may be the fullest.
+    """Return an estimate whose memory is counted on a short step.
 
     Raises:
         StrettoError: the job has no program.

@@ -56,8 +56,7 @@ def unlower(program: Program) -> Program:
 
 
 class RankLowering:
-    """Lowers a program rank by rank, so that a few of many ranks can be lowered; each is lowered at most
-    once.
+    """Lowers a program rank by rank, so that a few of many ranks can be lowered.
 
     Args:
         program, tied, lookahead: as `lower` takes them.
@@ -88,20 +87,16 @@ class RankLowering:
         copies_of_stages = tuple(tuple(c * program.depth + s for c in copies) for s in range(program.depth))
         self._sets = every + (copies_of_stages if program.copies > 1 else ())
         check_structure(program)
-        self._compute = [[a for a in order if a.kind not in _PLACED_HERE] for order in program.orders]
+        self._reduced = [with_reductions(program, rank) for rank in range(program.ranks)]
         self._sent: dict[int, dict[Channel, list[Action]]] = {}
-        self._orders: dict[int, tuple[Action, ...]] = {}
-        self._lowered: dict[tuple[int, ...], Program] = {}
 
     def lowered(self, ranks: Iterable[int]) -> Program:
         """Return the program with the lowered orders of these ranks and of the ranks they exchange messages
         with; the orders of all others are empty.
         """
-        if (key := tuple(ranks)) not in self._lowered:
-            wanted = {peer for rank in key for peer in (rank, *self._peers(rank))}
-            orders = [self._order(rank) if rank in wanted else () for rank in range(self.program.ranks)]
-            self._lowered[key] = replace(self.program, orders=tuple(orders), tied=self._sets, lowered=True)
-        return self._lowered[key]
+        wanted = {peer for rank in ranks for peer in (rank, *self._peers(rank))}
+        orders = [self._order(rank) if rank in wanted else () for rank in range(self.program.ranks)]
+        return replace(self.program, orders=tuple(orders), tied=self._sets, lowered=True)
 
     def _peers(self, rank: int) -> list[int]:
         """Return the ranks that hold neighbours of the rank's stages, in order."""
@@ -110,43 +105,31 @@ class RankLowering:
         return sorted({placement[s] for s in stages if 0 <= s < len(placement)} - {rank})
 
     def _order(self, rank: int) -> tuple[Action, ...]:
-        if rank not in self._orders:
-            program, order = self.program, self._compute[rank]
-            sending = [self._sends(peer) for peer in self._peers(rank)]
-            arriving = [m for of_peer in sending for channel, m in of_peer.items() if channel[1] == rank]
-            posts = _posts(program, order, arriving, self._lookahead)
-            shared_stages = [
-                s for tie in self._sets for s in tie if program.trains and program.placement[s] == rank
-            ]
-            ends = [Action(stage, ActionKind.REDUCE_TIED) for stage in shared_stages]
-            last = {
-                action.stage: action
-                for action in order
-                if action.kind is ActionKind.B or action.kind is ActionKind.W
-            }
-            merged: list[Action] = []
-            at = 0
-            for action in order:
-                if not action.kind.is_compute:
-                    if action.kind is ActionKind.UPDATE:
-                        merged.append(Action(action.stage, ActionKind.REDUCE_GRAD))
-                    merged.append(action)
-                    continue
-                merged.extend(posts.get(at, ()))
+        program, order = self.program, self._reduced[rank]
+        sending = [self._sends(peer) for peer in self._peers(rank)]
+        arriving = [m for of_peer in sending for channel, m in of_peer.items() if channel[1] == rank]
+        posts = _posts(program, order, arriving, self._lookahead)
+        shared_stages = [
+            s for tie in self._sets for s in tie if program.trains and program.placement[s] == rank
+        ]
+        merged: list[Action] = []
+        at = 0
+        for action in order:
+            if not action.kind.is_compute:
                 merged.append(action)
-                at += 1
-                if send := sent_by(program, action):
-                    merged.append(send)
-                if not program.versions and last.get(action.stage) is action:
-                    merged.append(Action(action.stage, ActionKind.REDUCE_GRAD))
-            self._orders[rank] = (*merged, *ends)
-        return self._orders[rank]
+                continue
+            merged.extend(posts.get(at, ()))
+            merged.append(action)
+            at += 1
+            if send := sent_by(program, action):
+                merged.append(send)
+        return (*merged, *(Action(stage, ActionKind.REDUCE_TIED) for stage in shared_stages))
 
     def _sends(self, rank: int) -> dict[Channel, list[Action]]:
         """Return the receives that match a rank's sends, by channel, in the order of the sends."""
         if rank not in self._sent:
             sending: dict[Channel, list[Action]] = defaultdict(list)
-            for action in self._compute[rank]:
+            for action in self._reduced[rank]:
                 if send := sent_by(self.program, action):
                     sending[channel_of(self.program, send)].append(receive_of(send))
             self._sent[rank] = sending
@@ -156,6 +139,22 @@ class RankLowering:
 _SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
 _PLACED_HERE = frozenset({ActionKind.REDUCE_GRAD, ActionKind.REDUCE_TIED})
 _COMMUNICATION = TRANSFER | _PLACED_HERE | {ActionKind.UNSHARD, ActionKind.RESHARD}
+
+
+def with_reductions(program: Program, rank: int) -> tuple[Action, ...]:
+    """Return the order of a rank with a `REDUCE_GRAD` before each update or, if weights do not change within
+    the step, after the last B or W of each stage.
+    """
+    actions = [action for action in program.orders[rank] if action.kind not in _PLACED_HERE]
+    if program.versions:
+        at = {n: action.stage for n, action in enumerate(actions) if action.kind is ActionKind.UPDATE}
+    else:
+        ends = ActionKind.B, ActionKind.W
+        last = {action.stage: n + 1 for n, action in enumerate(actions) if action.kind in ends}
+        at = {n: stage for stage, n in last.items()}
+    for n in sorted(at, reverse=True):
+        actions.insert(n, Action(at[n], ActionKind.REDUCE_GRAD))
+    return tuple(actions)
 
 
 def _posts(

@@ -41,6 +41,10 @@ class Program:
     versions: tuple[tuple[int, ...], ...] = ()
     steps: int = 1  # training steps without a drain in between, all with the same number of microbatches
 
+    def __hash__(self) -> int:
+        """Hash what is cheap to hash, so that caches can take programs as keys."""
+        return hash((self.name, self.placement, self.microbatches, self.lowered))
+
     def __repr__(self) -> str:
         """Return a summary, since orders may have thousands of actions."""
         actions = sum(map(len, self.orders))

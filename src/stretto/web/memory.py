@@ -50,7 +50,7 @@ def count_memory(question: Question) -> dict[str, Any]:
 def memory_record(run: RunRecord) -> dict[str, Any]:
     """The memory of a run, as `count_memory` answers it."""
     job, device = run.job, run.cluster.device
-    ranks = short_step_memory(job, every=True)
+    ranks = short_step_memory(job)
     memory_job = memory_of(job)
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -24,13 +25,13 @@ from stretto.planner.memory.ranks import (
     MemoryJob,
     one_rank,
     rank_memory,
-    receive_buffers,
     stage_memory_of,
 )
 from stretto.program import schedule
 from stretto.program.action import ActionKind
 from stretto.program.lower import lower
 from stretto.program.memory import peak_held
+from stretto.program.rank_orders import program_orders
 
 GPT = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
 LLAMA = ModelShape(family="llama", layers=8, hidden=64, heads=4, kv_heads=2, vocab=128, sequence=64)
@@ -51,13 +52,15 @@ def test_the_lookahead_equals_the_executor_s() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_receive_buffers_are_as_many_as_the_executor_makes(name: str, ranks: int) -> None:
-    program = lower(schedule(name, ranks, 8), lookahead=LOOKAHEAD)
-    for order in program.orders:
+    program = schedule(name, ranks, 8)
+    for rank, order in enumerate(lower(program, lookahead=LOOKAHEAD).orders):
         slots = dict[tuple[int, ActionKind], int]()
         for action, slot in assign_slots(order).items():
             pool = (action.stage, action.kind)
             slots[pool] = max(slots.get(pool, 0), slot + 1)
-        assert receive_buffers(order) == slots
+        counted = program_orders(program).of(rank)
+        pools = product(counted.stages, (ActionKind.RECV_F, ActionKind.RECV_B))
+        assert [*chain(*counted.receives)] == [slots.get(pool, 0) for pool in pools]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -154,12 +154,12 @@ def test_short_step_memory_of_unlisted_schedules_is_exact(name: str, pp: int, mi
     check(lower(schedule(name, pp, microbatches)))
     full_job = job(name, SHAPE, pp, microbatches)
     totals = [rank.total for rank in rank_memory(memory_of(full_job))]
-    assert [rank.total for rank in short_step_memory(full_job, every=True)] == totals
+    assert [rank.total for rank in short_step_memory(full_job)] == totals
     assert max(rank.total for rank in short_step_memory(full_job)) == max(totals)
 
 
 def test_steps_are_shortened_where_they_are_periodic() -> None:
-    count = {name: short_program(job(name, SHAPE, 4, 300)).program.microbatches for name in UNLISTED}
+    count = {name: short_program(job(name, SHAPE, 4, 300)).microbatches for name in UNLISTED}
     assert count["test-newest-first"] == count["test-half"] == 300
     assert count["test-hoards"] < 60
     assert count["test-threes"] < 60

@@ -64,7 +64,7 @@ def choose_modes(job: MemoryJob, budget: float) -> MemoryJob:
         StrettoError: nothing fits.
     """
     modes: list[Recompute] = ["none"] * block_count(job.shape)
-    job, original = replace(job, separate_gradients=True, program=job.lowered), job
+    job, original = replace(job, separate_gradients=True), job
     for ranks in _ranks_sharing_stages(job):
         stages = sorted({s % job.program.depth for rank in ranks for s in job.program.stages_of(rank)})
         chosen = _cheapest(job, ranks, stages, budget)

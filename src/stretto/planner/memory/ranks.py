@@ -1,18 +1,20 @@
 """The memory of every rank of a job: what is held all the time, and what its program makes it hold.
 
-A rank's lowered program is walked action by action. A forward adds what its layers keep, a backward removes
-it, a message occupies a buffer from its receive, or until its send is known to be done; and each action has
-temporaries, of which the largest counts. The prediction is the peak of all tensors of a process, the batch
-included, without buffers inside of kernels and of communication libraries.
+A rank's order is walked action by action, with messages where lowering puts them (`program.rank_orders`). A
+forward adds what its layers keep, a backward removes it, a message occupies a buffer from its receive, or
+until its send is known to be done; and each action has temporaries, of which the largest counts. The
+prediction is the peak of all tensors of a process, the batch included, without buffers inside of kernels and
+of communication libraries.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import add
 from typing import Any
 
 from stretto.job.chain import blocks_among, layer_of
@@ -26,9 +28,10 @@ from stretto.planner.counts.state_bytes import StateBytes, StateConfig, muon_tem
 from stretto.planner.memory.layer import LayerMemory, layer_memory
 from stretto.planner.memory.stage import StageMemory, stage_memory
 from stretto.planner.memory.transient import StageUnits, TransientMemory, distinct_units, stage_units
-from stretto.program.action import COMPUTE, TRANSFER, Action, ActionKind
-from stretto.program.lower import LOOKAHEAD, lower, send_releases
+from stretto.program.action import COMPUTE, Action, ActionKind
+from stretto.program.lower import LOOKAHEAD, lower
 from stretto.program.program import Program
+from stretto.program.rank_orders import EVENTS, NUMBERS, OTHER, program_orders
 
 _ID = 8  # bytes of a token id
 
@@ -235,126 +238,153 @@ def tensors_between(shape: ModelShape, layer: int) -> int:
 
 # ------------------------------------------------------------------ the walk
 
+_NO_TIME = -(2**62)  # bytes taken by an event that takes no time, which is never the peak
+
 
 class _Walk:
     """One rank's step."""
 
     def __init__(self, job: MemoryJob, rank: int) -> None:
-        self.job = job
-        self.rank = rank
-        self.program = job.lowered
-        self.order = self.program.orders[rank]
-        stages = self.program.stages_of(rank)
-        self.split = {a.stage for a in self.order if a.kind is ActionKind.W}
-        self.bytes = Counter[str]()
-        self.units = {s: job.units(s % self.program.depth) for s in stages}
-        self.transient = TransientMemory(self.units, self.order, self.bytes)
+        self.job, self.rank = job, rank
+        self.program = job.program
+        self.order = order = program_orders(job.program).of(rank)
+        weights = {EVENTS * place + NUMBERS[ActionKind.W]: stage for place, stage in enumerate(order.stages)}
+        self.split = frozenset(weights[event] for event in weights.keys() & {*order.events})
+        self.units = {stage: job.units(stage % self.program.depth) for stage in order.stages}
+        self.transient = TransientMemory(self.units, self.split)
         self.works = dict[tuple[int, int], StageMemory]()
-        self.work = {s: self._work(s, 0) for s in stages}
-        self.most_held = 0
-        self.peak = 0
-        self.at = "the step"
-        self.during = 0
-        self.fullest = self.bytes
-        self.flying, self.flights = Counter[int](), dict.fromkeys(stages, 0)
-        self.versions = HeldVersions(self.program, self.order)
+        self.work = {stage: self._work(stage, 0) for stage in order.stages}
 
     def run(self) -> RankMemory:
-        states = lasting_bytes(self.job, self.rank)
-        # the sends whose tensors are freed at the start of each action; the others live to the end
-        sending = dict[Action, list[Action]]()
-        for send, point in send_releases(self.program, self.rank).items():
-            if point is not None:
-                sending.setdefault(point, []).append(send)
-        self.bytes["messages"] = sum(
-            count * (self.work[stage].enters if kind is ActionKind.RECV_F else self.work[stage].returns)
-            for (stage, kind), count in receive_buffers(self.order).items()
+        order, job = self.order, self.job
+        works = zip(order.receives, self.work.values(), strict=True)
+        received = sum(
+            outputs * work.enters + gradients * work.returns for (outputs, gradients), work in works
         )
-        for action in self.order:
-            if action.kind in TRANSFER:
-                continue
-            for send in sending.get(action, ()):
-                work = self.work[send.stage]
-                if send.kind is ActionKind.SEND_B:
-                    self.bytes["messages"] -= work.enters
-                elif not self.job.compute.framework.frees_sent:
-                    self.bytes["messages"] -= work.boundary
-            self._act(action)
+        of_events, changes = self._bytes_of_events()
+        sums = [*map(sum, changes)]
+        # before each event, and at the end
+        live = [*accumulate(map(sums.__getitem__, order.events), initial=received)]
+        taken = [*map(of_events.__getitem__, order.events)]
+        totals, between = [*map(add, live, taken)], max(live)
+        # weights and gradients that come and go, while an event takes its bytes and after it
+        noted = after = [(0, 0, 0)] * len(taken)
+        if self.transient.moves or self.program.versions:
+            taken, noted, after = self._follow_transients(taken)
+            pairs = zip(live[:-1] + live[1:], noted + after, strict=True)
+            present = [lasting + sum(moving) for lasting, moving in pairs]
+            totals, between = [*map(add, present, taken)], max(present)
+        at = totals.index(max(totals))
+        actions = sum(event % EVENTS <= OTHER for event in order.events[:at])
+        peak, during = str(order.actions[actions]), taken[at]
+        versions, gathered, opened = noted[at]
         # all gradients have arrived, and the optimiser steps
-        self.transient.end()
         if not self.program.versions:
             units = distinct_units(list(self.units.values()))
-            taken = sum(unit.updating for unit in units) + muon_temporaries(units)
-            if (now := self.bytes.total() + taken) > self.peak:
-                self.peak = now
-                self.at = "the update"
-                self.during = taken
-                self.fullest = self.bytes.copy()
-        batch = step_ids(self.job, self.program.step_microbatches) + _tables(self.job, self.rank)
-        batch += self.job.compute.framework.buckets
-        copied = copied_bytes(self.job, self.rank) if self.job.saves_in_background else 0
-        saving = copied if self.job.state_config.unified_memory else 0
+            updating = sum(unit.updating for unit in units) + muon_temporaries(units)
+            if live[-1] + after[-1][1] + updating > totals[at]:
+                at, peak = len(taken), "the update"
+                during, gathered = updating, after[-1][1]
+                versions = opened = 0
+        until = Counter(order.events[:at])
+        activations, ends, messages = (
+            sum(count * changes[event][row] for event, count in until.items()) for row in range(3)
+        )
+        batch = step_ids(job, self.program.step_microbatches) + _tables(job, self.rank)
+        batch += job.compute.framework.buckets
+        copied = copied_bytes(job, self.rank) if job.saves_in_background else 0
+        saving = copied if job.state_config.unified_memory else 0
+        states = lasting_bytes(job, self.rank)
         return RankMemory(
             rank=self.rank,
             weights=states.weights,
             gradients=states.gradients,
             optimizer=states.optimizer,
-            activations=self.fullest["activations"],
-            ends=self.fullest["ends"],
-            messages=self.fullest["messages"],
-            transient=self.during,
-            versions=self.fullest["versions"],
+            activations=activations,
+            ends=ends,
+            messages=messages + received,
+            transient=during,
+            versions=versions,
             batch=batch,
-            between_actions=states.total + batch + saving + self.most_held,
-            at=self.at,
+            between_actions=states.total + batch + saving + between,
+            at=peak,
             masters=states.masters,
             saving=saving,
             host=states.host + copied - saving,
             disk=states.disk,
-            gathered=self.fullest["gathered"],
-            open=self.fullest["open"],
-            flights=self.flights,
-            stages={s: work.saved + work.ends for s, work in self.work.items()},
+            gathered=gathered,
+            open=opened,
+            flights=dict(zip(order.stages, order.flights, strict=True)),
+            stages={stage: work.saved + work.ends for stage, work in self.work.items()},
         )
 
-    def _act(self, action: Action) -> None:
-        stage, kind, _ = action
-        work, transient = self.work[stage], self.transient
-        if kind is ActionKind.F:
-            self._note(action, work.again if transient.waits(stage) else work.forward)
-            self._forward(action)
-            transient.forward(stage)
-        elif kind is ActionKind.B or kind is ActionKind.I:
-            transient.open(stage)
-            self.most_held = max(self.most_held, self.bytes.total())
-            self._note(action, self._during(action) - transient.replaced(action))
-            self._backward(action)
-            transient.backward(action)
-        elif kind is ActionKind.W:
-            self._note(action, max(work.products, self._last_product(stage) - work.queued))
-            self.bytes["activations"] -= work.queued + work.boundary * (
-                work.lent and self._gradient_is_local(action)
-            )
-            transient.backward(action)
-        elif kind is ActionKind.UNSHARD:
-            transient.gather(stage)
-        elif kind is ActionKind.RESHARD:
-            transient.release(stage)
-        elif kind is ActionKind.REDUCE_GRAD:
-            transient.reduce(stage)
-            self._note(action, 0)
-        elif kind is ActionKind.UPDATE:
-            transient.updated(stage)
-            self.bytes["versions"] += self.versions.update(stage) * self.units[stage].weights
-        self.most_held = max(self.most_held, self.bytes.total())
+    def _bytes_of_events(self) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """For each number of an event the bytes that it takes while it computes, and by how much activations,
+        ends and messages are more after it.
+        """
+        taken, changes = list[int](), list[tuple[int, int, int]]()
+        for stage, work in self.work.items():
+            sends, returns = self.program.sends[stage], self.program.sends[stage - 1]
+            # the next stage is on this rank too, and leaves its gradient here instead of sending it
+            local = 0 if sends or self.program.is_last(stage) else work.boundary
+            output = 0 if self.job.compute.framework.frees_sent else work.boundary
+            gradient = work.enters if returns else 0  # else it takes the place of the input
+            lent = local if work.lent else 0
+            backwards = (self._during(stage, kind) for kind in (ActionKind.B, ActionKind.I, ActionKind.W))
+            taken += [work.forward, *backwards, 0, *[_NO_TIME] * 3]
+            changes += [
+                (work.saved + local, work.ends, output if sends else 0),
+                (-work.saved - local, -work.ends, gradient),
+                (work.queued - work.saved - local + lent, -work.ends, gradient),
+                (-work.queued - lent, 0, 0),
+                (0, 0, 0),
+                (0, 0, 0),
+                (0, 0, -output),
+                (0, 0, -work.enters),
+            ]
+        return taken, changes
 
-    def _note(self, action: Action, during: int) -> None:
-        """Record an action that takes `during` bytes beyond what is held."""
-        if (now := self.bytes.total() + during) > self.peak:
-            self.peak = now
-            self.at = str(action)
-            self.during = during
-            self.fullest = self.bytes.copy()
+    def _follow_transients(
+        self, taken: Sequence[int]
+    ) -> tuple[list[int], list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """The bytes that each event takes while weights and gradients come and go, and the bytes of versions,
+        gathered weights and open gradients then and after it.
+        """
+        noted, after = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+        taken = list(taken)
+        versions, of_versions = HeldVersions(self.program, self.program.orders[self.rank]), 0
+        transient, actions = self.transient, iter(self.order.actions)
+        for n, event in enumerate(self.order.events):
+            if event % EVENTS > OTHER:
+                noted.append((of_versions, transient.gathered, transient.open))
+                after.append(noted[-1])
+                continue
+            action = next(actions)
+            stage, kind, _ = action
+            if kind is ActionKind.F and transient.waits(stage):
+                taken[n] = self.work[stage].again
+            elif kind is ActionKind.B or kind is ActionKind.I:
+                transient.open_gradients(stage)
+                taken[n] = self._during(stage, kind) - transient.replaced(stage)
+            elif kind is ActionKind.W:
+                taken[n] = self._during(stage, kind)
+            elif kind is ActionKind.REDUCE_GRAD:
+                transient.reduce(stage)
+            noted.append((of_versions, transient.gathered, transient.open))
+            if kind is ActionKind.F:
+                transient.forward(stage)
+            elif kind in COMPUTE:
+                transient.backward(action)
+                of_versions -= versions.done(action) * self.units[stage].weights
+            elif kind is ActionKind.UNSHARD:
+                transient.gather(stage)
+            elif kind is ActionKind.RESHARD:
+                transient.release(stage)
+            elif kind is ActionKind.UPDATE:
+                transient.updated(stage)
+                of_versions += versions.update(stage) * self.units[stage].weights
+            after.append((of_versions, transient.gathered, transient.open))
+        return taken, noted, after
 
     def _work(self, stage: int, before: int) -> StageMemory:
         """The memory of a stage while `before` reductions of earlier microbatches run."""
@@ -363,59 +393,22 @@ class _Walk:
             self.works[stage, before] = stage_memory_of(self.job, stage % depth, units, before)
         return self.works[stage, before]
 
-    def _during(self, action: Action) -> int:
-        stage = action.stage
-        work = self._work(stage, self.transient.before(stage))
-        if action.kind is ActionKind.I:
+    def _during(self, stage: int, kind: ActionKind) -> int:
+        """Bytes that a B, I or W takes now, beyond what is held before it."""
+        transient = self.transient
+        before, flying = transient.before(stage), transient.flying(stage)
+        # gradients at the end of a W, beyond those in flight
+        last = transient.units[stage].products(before) - flying if stage in self.split else 0
+        work = self._work(stage, 0 if kind is ActionKind.W else before)
+        if kind is ActionKind.W:
+            return max(work.products, last - work.queued)
+        if kind is ActionKind.I:
             return work.split
         if stage not in self.split:
             return work.backward
         # B is I, then W
-        saved, flying = work.saved + work.ends, self.transient.flying(stage)
-        later = max(work.queued + work.products - saved, self._last_product(stage) - saved)
-        return max(work.split, later + flying)
-
-    def _last_product(self, stage: int) -> int:
-        """Bytes of gradients at the end of a W, beyond those in flight."""
-        return self.transient.units[stage].products(self.transient.before(stage)) - self.transient.flying(
-            stage
-        )
-
-    def _forward(self, action: Action) -> None:
-        stage, work = action.stage, self.work[action.stage]
-        self.bytes["activations"] += work.saved
-        self.bytes["ends"] += work.ends
-        self.flying[stage] += 1
-        self.flights[stage] = max(self.flights[stage], self.flying[stage])
-        category = self._category(action)
-        is_freed = category == "messages" and self.job.compute.framework.frees_sent
-        if not is_freed and not self.program.is_last(stage):
-            self.bytes[category] += work.boundary
-
-    def _backward(self, action: Action) -> None:
-        stage, kind, _ = action
-        work, program = self.work[stage], self.program
-        self.bytes["activations"] -= work.saved
-        self.bytes["ends"] -= work.ends
-        self.flying[stage] -= 1
-        if kind is ActionKind.I:
-            self.bytes["activations"] += work.queued
-        if self._gradient_is_local(action) and not (kind is ActionKind.I and work.lent):
-            self.bytes["activations"] -= work.boundary
-        if not program.is_first(stage):
-            if not program.sends[stage - 1]:
-                self.bytes["activations"] -= work.enters  # the input, made by a stage on this rank
-            self.bytes[self._category(action)] += work.enters
-        if self.versions.done(action):
-            self.bytes["versions"] -= self.units[stage].weights
-
-    def _gradient_is_local(self, action: Action) -> bool:
-        """True if the next stage is on this rank too and left the gradient here instead of sending it."""
-        return not self.program.sends[action.stage] and not self.program.is_last(action.stage)
-
-    def _category(self, action: Action) -> str:
-        source = action.stage - (action.kind is not ActionKind.F)  # no stage -1, the last, sends its output
-        return "messages" if self.program.sends[source] else "activations"
+        saved = work.saved + work.ends
+        return max(work.split, max(work.queued + work.products - saved, last - saved) + flying)
 
 
 class HeldVersions:
@@ -458,22 +451,6 @@ class HeldVersions:
             return False
         self._copied.remove(key)
         return True
-
-
-def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, ActionKind]]:
-    """Buffers for the messages of each stage and direction: a message occupies its buffer from its receive to
-    the last backward action of its microbatch on that stage.
-    """
-    ends = {(a.stage, a.microbatch): position for position, a in enumerate(order) if a.kind in COMPUTE}
-    spans = dict[tuple[int, ActionKind], list[tuple[int, int]]]()
-    for position, (stage, kind, microbatch) in enumerate(order):
-        if kind is ActionKind.RECV_F or kind is ActionKind.RECV_B:
-            spans.setdefault((stage, kind), []).append((position, ends[stage, microbatch]))
-    largest = Counter[tuple[int, ActionKind]]()
-    for pool, of_pool in spans.items():
-        freed = sorted(end for _, end in of_pool)
-        largest[pool] = max(n + 1 - bisect_left(freed, at) for n, (at, _) in enumerate(of_pool))
-    return largest
 
 
 def step_ids(job: MemoryJob, microbatches: int) -> int:

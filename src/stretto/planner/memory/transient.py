@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -216,15 +215,18 @@ SHARED = -1  # the key of a parameter that several stages of the rank share
 
 
 class TransientMemory:
-    """Tracks the gathered weights and open gradients of a rank, and adds them to `bytes` under these names.
+    """Tracks the gathered weights and open gradients of a rank.
 
     Attributes:
         units: units of each stage, without a weight that several of the stages share.
+        gathered, open: bytes of them now.
+        moves: there may be any.
     """
 
-    def __init__(self, units: Mapping[int, StageUnits], order: Sequence[Action], bytes: Counter[str]) -> None:
-        self.bytes = bytes
-        self._split = {action.stage for action in order if action.kind is ActionKind.W}
+    def __init__(self, units: Mapping[int, StageUnits], split: frozenset[int]) -> None:
+        self.gathered = self.open = 0
+        self.moves = any(u.gathered or u.open or u.arriving or u.flying() for u in units.values())
+        self._split = split
         tied = {s: u for s, of_stage in units.items() for u in of_stage.units if u.parameters[0].name == TIED}
         self._shared = set(tied) if len(tied) > 1 else set[int]()
         self._tied = next(iter(tied.values())) if self._shared else None
@@ -248,23 +250,23 @@ class TransientMemory:
         """A forward leaves the weights of the last layer gathered for the backward."""
         if stage not in self._waiting:
             self._waiting.add(stage)
-            self.bytes["gathered"] += self.units[stage].waiting
+            self.gathered += self.units[stage].waiting
 
     def gather(self, stage: int) -> None:
         """The weights of a stage are gathered."""
         self._hold_tied(stage, 1)
         self._gathered.add(stage)
-        self.bytes["gathered"] += self.units[stage].gathered
+        self.gathered += self.units[stage].gathered
 
     def release(self, stage: int) -> None:
         """The gathered weights of a stage are freed."""
         self._gathered.remove(stage)
         self._hold_tied(stage, -1)
-        self.bytes["gathered"] -= self.units[stage].gathered
+        self.gathered -= self.units[stage].gathered
 
     def _hold_tied(self, stage: int, sign: int) -> None:
         if self._tied is not None and stage in self._shared and self._gathered.isdisjoint(self._shared):
-            self.bytes["gathered"] += sign * self._tied.gathered
+            self.gathered += sign * self._tied.gathered
 
     # ------------------------------------------------------------------ gradients
 
@@ -276,29 +278,29 @@ class TransientMemory:
         """Bytes of these reductions."""
         return sum(self._flying[stage])
 
-    def replaced(self, action: Action) -> int:
+    def replaced(self, stage: int) -> int:
         """Bytes that are held now and are counted again in a backward's own peak."""
-        waiting = self.units[action.stage].waiting if action.stage in self._waiting else 0
-        return waiting + self.flying(action.stage)
+        waiting = self.units[stage].waiting if stage in self._waiting else 0
+        return waiting + self.flying(stage)
 
-    def open(self, stage: int) -> None:
+    def open_gradients(self, stage: int) -> None:
         """The first backward of a stage allocates its whole gradient, after the gradients that are reduced
         were freed.
         """
         if stage in self._opened or not (size := self.units[stage].open):
             return
         for done in self._reduced:
-            self.bytes["open"] -= self.units[done].open + self.units[done].arriving
+            self.open -= self.units[done].open + self.units[done].arriving
         self._reduced.clear()
         self._opened.add(stage)
-        self.bytes["open"] += size
+        self.open += size
 
     def backward(self, action: Action) -> None:
         """A backward, or one of its halves, is done: reductions of the gradients that it completed start."""
         stage, kind, _ = action
         if kind is not ActionKind.W and stage in self._waiting:
             self._waiting.remove(stage)
-            self.bytes["gathered"] -= self.units[stage].waiting
+            self.gathered -= self.units[stage].waiting
         units = self.units[stage]
         halves = (True, False) if stage in self._split else (None,)
         for inputs in halves:
@@ -310,20 +312,16 @@ class TransientMemory:
     def _launch(self, stage: int, sizes: Sequence[int]) -> None:
         """Start reductions; all but the last two of them have arrived by then."""
         flying = self._flying[stage]
-        self.bytes["open"] -= sum(flying)
+        self.open -= sum(flying)
         flying[:] = [*flying, *sizes][-UNDER_WAY:]
-        self.bytes["open"] += sum(flying)
+        self.open += sum(flying)
 
     def reduce(self, stage: int) -> None:
         """The reduction of a step's gradients starts."""
         self._reduced.add(stage)
-        self.bytes["open"] += self.units[stage].arriving
+        self.open += self.units[stage].arriving
 
     def updated(self, stage: int) -> None:
         """Reduced gradients are applied in the middle of the step."""
         self._reduced.discard(stage)
-        self.bytes["open"] -= self.units[stage].arriving
-
-    def end(self) -> None:
-        """All gradients have arrived."""
-        self.bytes["open"] = 0
+        self.open -= self.units[stage].arriving

@@ -26,8 +26,6 @@ from typing import Any
 from stretto.errors import StrettoError
 from stretto.job.rules import problems
 from stretto.layout.layout import Layout
-from stretto.planner.memory.fits import Fit
-from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import BranchAndBound, Progress
 from stretto.planner.search.evaluator import CandidateEvaluator
 from stretto.planner.search.ranking import (
@@ -45,7 +43,7 @@ from stretto.planner.search.ranking import (
     variants_of,
 )
 from stretto.planner.search.space import Space, divisors
-from stretto.planner.search.task import RANKED, Candidate, SearchTask
+from stretto.planner.search.task import RANKED, SearchTask
 from stretto.planner.search.work import SearchWork, rounds
 from stretto.program import PLAIN, entry, names
 
@@ -108,7 +106,6 @@ class _Search:
         self.baselines: dict[str, tuple[Feasible | None, Feasible | None]] = {}
         self.missing = dict[str, str]()
         self._passes = dict[tuple[str, bool], BranchAndBound]()
-        self._verified = dict[Candidate, Fit]()  # on every pipeline rank
         self.widened = False  # to layouts with offload, since none fits without
         self.run: BranchAndBound  # the pass over all candidates, from the first round on
 
@@ -148,7 +145,7 @@ class _Search:
                 if feasible.candidate.family(self.task) not in families
             ]
             chosen = chosen[:RANKED] + more
-        return self._plan_of(self.run, self._verify_leaders(chosen))
+        return self._plan_of(self.run, chosen)
 
     def _find_baselines(self) -> None:
         """Find the fastest of each kind of layout that people use, and the fastest safe one, or why there is
@@ -212,18 +209,6 @@ class _Search:
         run.accept(seeds or [])
         run.run()
         return run
-
-    def _verify_leaders(self, chosen: list[Feasible]) -> list[Feasible]:
-        """Drop leaders that do not fit when all of their pipeline ranks are checked."""
-        while chosen:
-            candidate = chosen[0].candidate
-            if candidate not in self._verified:
-                job, device = candidate.job(self.task), self.task.cluster.device
-                self._verified[candidate] = short_step_fit(job, device, self.task.assumptions, every=True)
-            if (fit := self._verified[candidate]).likely:
-                return [replace(chosen[0], fit=fit), *chosen[1:]]
-            chosen = chosen[1:]
-        return chosen
 
     def _plan_of(self, run: BranchAndBound, chosen: list[Feasible]) -> Plan:
         task, times = self.task, self.evaluator.times

@@ -1,0 +1,180 @@
+"""The orders of pipeline ranks as numbers, with how long each rank keeps what it sends and receives.
+
+Where `lower` makes a rank post its receives, and before which action a send is certainly complete
+(`send_releases`), follows from the schedule's own program. So memory is counted without transfers, which are
+most of the actions of a lowered program.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from stretto.program.action import Action, ActionKind
+from stretto.program.lower import LOOKAHEAD, with_reductions
+from stretto.program.program import Program
+
+# An event's number is `EVENTS` times the place of its stage on the rank plus that of its kind. Outputs and
+# gradients are freed when their sends are complete.
+EVENTS = 8
+OTHER = 5
+OUTPUT_FREED = 6
+GRADIENT_FREED = 7
+_NUMBERED = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)
+NUMBERS = dict.fromkeys(ActionKind, OTHER) | {kind: number for number, kind in enumerate(_NUMBERED)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOrder:
+    """The order of a rank: its program's, with a `REDUCE_GRAD` where `lower` adds one.
+
+    Attributes:
+        stages: the rank's stages, in model order.
+        actions: the actions.
+        events: their numbers; before each those of the messages that are freed at its start.
+        receives: for each stage the buffers for activations and for gradients that arrive. A message has one
+            from its receive to the last action of its microbatch on the stage.
+        flights: for each stage the most microbatches between forward and backward.
+    """
+
+    stages: tuple[int, ...]
+    actions: tuple[Action, ...]
+    events: tuple[int, ...]
+    receives: tuple[tuple[int, int], ...]
+    flights: tuple[int, ...]
+
+
+class _Message(NamedTuple):
+    """A message: the position of the action before its send among the compute actions of the sender, that of
+    the action that consumes it on the receiver, and the stage that sends it.
+    """
+
+    sent: int
+    consumed: int
+    stage: int
+
+
+class ProgramOrders:
+    """The orders of the ranks of a program that is not lowered; each is computed once.
+
+    Args:
+        lookahead: compute actions before its consumer at which a receive is posted.
+    """
+
+    def __init__(self, program: Program, lookahead: int = LOOKAHEAD) -> None:
+        assert not program.lowered, "a lowered program has transfers already"
+        self._program, self._lookahead = program, lookahead
+        # of each stage and microbatch the positions of the forward, of the backward that sends the gradient
+        # on, and of the last action; -1: there is none
+        self._forwards, self._backwards, self._lasts = (
+            [[-1] * program.microbatches for _ in range(program.stages)] for _ in range(3)
+        )
+        forward, weight = ActionKind.F, ActionKind.W
+        for order in program.orders:
+            at = 0
+            for stage, kind, microbatch in order:
+                if not kind.is_compute or microbatch is None:
+                    continue
+                if kind is forward:
+                    self._forwards[stage][microbatch] = at
+                elif kind is not weight:
+                    self._backwards[stage][microbatch] = at
+                self._lasts[stage][microbatch] = at
+                at += 1
+        self._messages = dict[int, dict[tuple[int, bool], list[_Message]]]()
+        self._orders = dict[int, RankOrder]()
+
+    def of(self, rank: int) -> RankOrder:
+        """The order of one rank."""
+        if rank not in self._orders:
+            self._orders[rank] = self._order(rank)
+        return self._orders[rank]
+
+    def _order(self, rank: int) -> RankOrder:
+        stages, freed = self._program.stages_of(rank), self._freed(rank)
+        places = {stage: EVENTS * place for place, stage in enumerate(stages)}
+        flying, flights = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+        actions = with_reductions(self._program, rank)
+        events, at = list[int](), 0
+        for stage, kind, _ in actions:
+            if kind.is_compute:
+                events += sorted(places[sender] + number for sender, number in freed.get(at, ()))
+                at += 1
+                if kind is ActionKind.F:
+                    flying[stage] += 1
+                    flights[stage] = max(flights[stage], flying[stage])
+                elif kind is not ActionKind.W:
+                    flying[stage] -= 1
+            events.append(places[stage] + NUMBERS[kind])
+        return RankOrder(
+            stages=tuple(stages),
+            actions=actions,
+            events=tuple(events),
+            receives=tuple(self._receives(stage) for stage in stages),
+            flights=tuple(flights.values()),
+        )
+
+    def _sends(self, rank: int) -> dict[tuple[int, bool], list[_Message]]:
+        """The messages of a rank by their receiver and direction, True for gradients, in the order of the
+        sends.
+        """
+        if rank not in self._messages:
+            program, at = self._program, 0
+            sends, placement = program.sends, program.placement
+            messages = defaultdict[tuple[int, bool], list[_Message]](list)
+            for stage, kind, microbatch in program.orders[rank]:
+                if not kind.is_compute or microbatch is None:
+                    continue
+                if kind is ActionKind.F:
+                    if sends[stage]:
+                        consumed = self._forwards[stage + 1][microbatch]
+                        messages[placement[stage + 1], False].append(_Message(at, consumed, stage))
+                elif kind is not ActionKind.W and sends[stage - 1]:  # no stage -1, the last, sends its output
+                    consumed = self._backwards[stage - 1][microbatch]
+                    messages[placement[stage - 1], True].append(_Message(at, consumed, stage))
+                at += 1
+            self._messages[rank] = messages
+        return self._messages[rank]
+
+    def _receives(self, stage: int) -> tuple[int, int]:
+        """The buffers of a stage for activations and for gradients."""
+        sends, placement = self._program.sends, self._program.placement
+        counts = [0, 0]
+        freed = sorted(at for at in self._lasts[stage] if at >= 0)
+        for of_gradients, sender in enumerate((stage - 1, stage + 1)):
+            if not sends[min(stage, sender)]:
+                continue
+            messages = self._sends(placement[sender])[placement[stage], bool(of_gradients)]
+            # a message is needed no later than any that follows it in its direction
+            needed = [*accumulate((message.consumed for message in reversed(messages)), min)][::-1]
+            posted = (n for n, message in zip(needed, messages, strict=True) if message.stage == sender)
+            counts[of_gradients] = max(
+                (n - bisect_left(freed, at - self._lookahead) for n, at in enumerate(posted, 1)), default=0
+            )
+        return counts[0], counts[1]
+
+    def _freed(self, rank: int) -> dict[int, list[tuple[int, int]]]:
+        """For compute actions, by their positions, the sends that are freed at their start, each by its stage
+        and kind of event. See `send_releases`, which names the action for each send.
+        """
+        freed = dict[int, list[tuple[int, int]]]()
+        for (peer, of_gradients), messages in self._sends(rank).items():
+            replies = sorted(self._sends(peer)[rank, False] + self._sends(peer)[rank, True])
+            sent = [reply.sent for reply in replies]
+            # the first action here that consumes a reply or a later one
+            first = [*accumulate((reply.consumed for reply in reversed(replies)), min)][::-1]
+            kind = GRADIENT_FREED if of_gradients else OUTPUT_FREED
+            for message in messages:
+                if (after := bisect_left(sent, message.consumed)) < len(first):
+                    freed.setdefault(first[after], []).append((message.stage, kind))
+        return freed
+
+
+@lru_cache(maxsize=64)
+def program_orders(program: Program) -> ProgramOrders:
+    """The orders of a program's ranks."""
+    return ProgramOrders(program)
