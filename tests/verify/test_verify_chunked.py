@@ -14,10 +14,7 @@ from stretto.verify.language.cases import configured_job, vary
 from tiny_job import EIGHT, LLAMA, changes, job, varied
 
 ODD = ("train.loss_chunk=5", "data.sequence=15", EIGHT)  # chunks end inside samples, and the last is shorter
-SPLIT = [
-    changes(tp=2, pp=2, schedule="zb-h1", sequence_parallel=True),
-    changes(tp=2, cp=2),
-]
+SPLIT = [changes(tp=2, pp=2, schedule="zb-h1", sequence_parallel=True)]
 CAPPED = LLAMA.replace("{family: llama", "{family: gemma2, logit_softcap: 3.0, attention: {softcap: 4.0}")
 
 
@@ -43,6 +40,7 @@ def test_layouts_of_all_kinds_equal_one_process(folder: Path) -> None:
     config = job(folder, *ODD, "train.bucket_mib=0.005")
     base = configured_job(config)
     cases = [
+        vary(base, tp=2, cp=2),
         vary(base, dp=2, pp=2, schedule="gpipe", mode="zero3"),
         vary(base, dp=2, pp=2, schedule="zb-h1", mode="zero2"),
         vary(base, dp=2, tp=2, mode="zero1", sequence_parallel=True),

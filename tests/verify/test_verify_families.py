@@ -72,7 +72,12 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
-        *((name, TWO_RANKS[at % 3 : at % 3 + 1]) for at, name in enumerate(MODELS)),
+        *(
+            pytest.param(
+                name, TWO_RANKS[at % 3 : at % 3 + 1], marks=[pytest.mark.slow] if name == "qwen3" else []
+            )
+            for at, name in enumerate(MODELS)
+        ),
         *(pytest.param(name, LAYOUTS, marks=pytest.mark.slow) for name in MODELS),
     ],
     ids=[*MODELS, *(f"{name} in every layout" for name in MODELS)],

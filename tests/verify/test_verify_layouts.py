@@ -64,8 +64,8 @@ def prove(config: TrainConfig, cases: list[Job], steps: int = 2) -> list[Verdict
 @pytest.mark.parametrize(
     ("ranks", "model", "schedules", "overrides"),
     [
-        (4, GPT, (1, 6), ("data.sequence=14", "batch.global_size=8", "batch.micro_size=2")),
-        (3, LLAMA, (2, 6), (*THREE, "batch.global_size=6")),
+        (4, GPT, (1, 12), ("data.sequence=14", "batch.global_size=8", "batch.micro_size=2")),
+        (3, LLAMA, (2, 12), (*THREE, "batch.global_size=6")),
         (2, LLAMA, (3, 6), (*EXPERTS, "data.sequence=15", "optim.name=sgd", "batch.micro_size=2")),
         (1, GPT, (0, 5), ("optim.clip=null",)),
     ],
@@ -122,10 +122,10 @@ def test_every_case_equals_one_process(folder: Path, model: str, overrides: tupl
 
 SYNCHED = {"vertical_sync": True}
 STAGES = [  # and the updates of two steps without a drain, and of one more
-    (changes(pp=4, schedule="pipedream"), 24),
     (changes(pp=4, schedule="pipedream", options=SYNCHED, recompute="selective", offload="cpu"), 24),
     (changes(pp=4, schedule="pipedream-2bw", options={"group": 5}, offload="nvme"), 6),
 ]
+PLAIN = [(changes(pp=4, schedule="pipedream"), 24)]
 REPLICAS = [
     (changes(dp=2, pp=2, schedule="pipedream", options=SYNCHED, mode="zero1", offload="nvme"), 12),
     (changes(dp=2, pp=2, schedule="pipedream-2bw", recompute="full", mode="server"), 6),
@@ -137,8 +137,9 @@ REPLICAS = [
     [
         (LLAMA, ("optim.name=sgd", "optim.momentum=0.9"), 1e-12, STAGES),
         (GPT, ("model.tied=false",), 1e-9, REPLICAS),  # with dropout, AdamW and clipping, which is left out
+        pytest.param(LLAMA, ("optim.name=sgd", "optim.momentum=0.9"), 1e-12, PLAIN, marks=pytest.mark.slow),
     ],
-    ids=["stages", "replicas"],
+    ids=["stages", "replicas", "plain"],
 )
 def test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates(
     folder: Path, model: str, overrides: tuple[str, ...], within: float, cases: list[tuple[Changes, int]]

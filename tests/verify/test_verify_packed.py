@@ -130,14 +130,15 @@ def test_documents_that_are_mixed_up_are_caught(folder: Path, fault: Callable[[]
 
 def test_a_packed_run_trains_and_evaluates_packed(folder: Path) -> None:
     """Evaluation keeps documents apart too: its targets are all tokens but the first of each document."""
-    overrides = ("layout.pp=2", "layout.cp=2", "eval.every=6", "eval.batches=1000", "run.name=apart")
+    steps = ("train.steps=3", "eval.every=3", "eval.batches=1000")
+    overrides = ("layout.pp=2", "layout.cp=2", *steps, "run.name=apart")
     config = config_of(folder, *overrides, "data.split=8,2,0")
     source = open_tokens(config)
     train(config)
-    steps = list(read_lines(config.run.folder / "metrics.jsonl"))
+    records = list(read_lines(config.run.folder / "metrics.jsonl"))
     evaluations = list(read_lines(config.run.folder / "eval.jsonl"))
-    assert steps[-1]["loss"] < steps[0]["loss"]
-    assert steps[-1]["targets"] < steps[-1]["tokens"]
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert records[-1]["targets"] < records[-1]["tokens"]
     split = samples_of(source, config.data, "valid", once=True)
     batch = split.batch(range(len(split)))
     assert evaluations[-1]["tokens"] == int((batch.targets != IGNORED).sum())

@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from contextlib import suppress
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +134,18 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path, function, rank):
     assert_all_gone(tmp_path)
 
 
+@pytest.fixture
+def _another_server(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    """A server that the test may kill: the one of all tests would import for seconds again."""
+    server: Any = forkserver.ForkServer()
+    monkeypatch.setattr(forkserver, "_forkserver", server)
+    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(server, name))
+    monkeypatch.setattr(local, "PRELOAD", local.PRELOAD[:5])
+    yield
+    server._stop()
+
+
 def kills_the_server(folder: str) -> None:
     pid_of(folder)
     dist.barrier()
@@ -147,6 +162,7 @@ def runs(process: Path) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no /proc, and no waitid")
+@pytest.mark.usefixtures("_another_server")
 def test_a_server_that_is_killed_is_named_and_not_a_rank(tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as error:
         on_ranks(2, kills_the_server, str(tmp_path))

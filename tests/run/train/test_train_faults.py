@@ -100,7 +100,7 @@ def test_a_rank_that_hangs_is_named_by_the_ranks_that_wait(
         assert {wait.call.group.name for wait in diagnosis.waits} == {"pipeline"}
 
 
-@pytest.mark.parametrize("layout", [(), PP2_DP2, ("layout.tp=2",)])
+@pytest.mark.parametrize("layout", [(), PP2_DP2, pytest.param(("layout.tp=2",), marks=pytest.mark.slow)])
 def test_a_bad_loss_names_step_microbatch_and_rank(folder: Path, layout: tuple[str, ...]) -> None:
     error = failure_of(job(folder, *layout), at_step(3, 0, spoil_a_weight))
     last = 2 if layout == PP2_DP2 else 0  # the rank that computes the loss
@@ -130,7 +130,7 @@ ASYNCHRONOUS = ("layout.pp=2", "layout.dp=2", "optim.clip=null", "schedule.name=
     [
         pytest.param(("layout.dp=2",), 1, marks=pytest.mark.slow),
         (("layout.dp=2", "dp.mode=zero1", "dp.offload=cpu"), 1),
-        (("layout.dp=2", "dp.mode=zero2", "dp.reduce=microbatch"), 1),
+        pytest.param(("layout.dp=2", "dp.mode=zero2", "dp.reduce=microbatch"), 1, marks=pytest.mark.slow),
         (("layout.dp=2", "dp.mode=zero3"), 1),
         pytest.param(("layout.dp=2", "dp.mode=server"), 1, marks=pytest.mark.slow),
         (("layout.tp=2", "layout.dp=2"), 3),  # in a copy that the norm does not count

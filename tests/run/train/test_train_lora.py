@@ -58,7 +58,12 @@ def test_layouts_train_adapters_as_one_process_does(folder: Path, cases: list[Ch
     [
         (GPT, ["q_proj", "c_fc"], [changes(tp=2, sequence_parallel=True)]),
         (MOE, ["all-linear"], [changes(tp=2), changes(dp=2, ep=2)]),
-        (LLAMA.replace("kv_heads: 2", "kv_heads: 1"), ["attn.*"], [changes(tp=2, sequence_parallel=True)]),
+        pytest.param(
+            LLAMA.replace("kv_heads: 2", "kv_heads: 1"),
+            ["attn.*"],
+            [changes(tp=2, sequence_parallel=True)],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_models_and_targets(folder: Path, model: str, targets: list[str], cases: list[object]) -> None:

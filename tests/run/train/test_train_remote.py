@@ -20,8 +20,6 @@ from texts import open_tokens
 from tiny_job import LLAMA, job, write_text
 from train_runs import at_step, keep_notes, losses, same, send_self, tensors, train
 
-pytestmark = pytest.mark.apart
-
 WINDOW = ("data.shuffle_window=1024", "train.steps=10", "optim.clip=null")
 SMALL = "data.cache_gib=1e-4"  # 107 kB
 
@@ -29,8 +27,8 @@ SMALL = "data.cache_gib=1e-4"  # 107 kB
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("remote")
-    for name in ("tokens", "more"):
-        text = write_text(folder / f"{name}.txt", 40_000, seed=len(name)).read_text()
+    for name, count in (("tokens", 40_000), ("more", 8_000)):
+        text = write_text(folder / f"{name}.txt", count, seed=len(name)).read_text()
         tokenizer = Tokenizer.train([(folder / "tokens.txt").read_text()], 300)
         with TokenWriter(folder / name, tokenizer, chunk=128) as writer:
             for line in text.splitlines():

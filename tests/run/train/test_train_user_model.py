@@ -148,7 +148,7 @@ def test_layouts_equal_one_process(tmp_path: Path, arguments: str, cases: list[C
 def test_a_run_resumes_to_the_bit_and_a_changed_file_is_reported(tmp_path: Path) -> None:
     """Under another layout too, to rounding; with the loss of the held-out text of one process."""
     shape = ("layout.pp=2", "layout.dp=2", "dp.mode=zero2", "schedule.name=zb-h1", EIGHT)
-    evaluated = ("eval.every=3", "eval.batches=1")
+    evaluated = ("eval.every=3", "eval.batches=1", "model.arguments={layers: 2}")
     straight = user_job(tmp_path, *shape, *evaluated, "run.name=straight")
     halves = user_job(tmp_path, *shape, *evaluated, "run.name=halves")
     train(straight)
@@ -169,7 +169,7 @@ def test_a_run_resumes_to_the_bit_and_a_changed_file_is_reported(tmp_path: Path)
     first, second = ([*read_lines(each.run.folder / "eval.jsonl")][-1] for each in (straight, other))
     assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
     assert [*read_lines(other.run.folder / "metrics.jsonl")][-1]["mfu"] is None
-    wider = replace(other, model=replace(other.model, arguments={"hidden": 8}))
+    wider = replace(other, model=replace(other.model, arguments={"hidden": 8, "layers": 2}))
     with pytest.raises(StrettoError, match=r"is of another model: its 0\.tokens.weight is"):
         train(wider)
     tiny = job(tmp_path, "run.name=other", "checkpoint.resume=auto")

@@ -310,7 +310,7 @@ SAMPLES = PARTS.with_name("my_tokens.py")
 OWN = ("model.vocab=13", "data.end_of_text=12", "sample.tokens=0")
 
 
-@pytest.mark.parametrize("packing", ["stream", "none"])
+@pytest.mark.parametrize("packing", ["stream", pytest.param("none", marks=pytest.mark.slow)])
 def test_token_ids_of_a_class_are_trained_on_as_they_are_and_resumed(tmp_path: Path, packing: str) -> None:
     overrides = (f"data.source={SAMPLES}:Sums", *OWN, f"data.packing={packing}", "layout.dp=2")
     uninterrupted = job(tmp_path, *overrides, "run.name=whole", model=LLAMA)
