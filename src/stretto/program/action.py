@@ -6,7 +6,10 @@ for microbatch 0, `1SEND_F3` sends the result of `1F3`, `0REDUCE_GRAD` reduces t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
+from functools import lru_cache
+from itertools import chain, repeat
 from typing import NamedTuple
 
 
@@ -63,3 +66,31 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+
+def actions(stage: int, kind: ActionKind, microbatches: int) -> list[Action]:
+    """Return a stage's actions of a kind for microbatches 0 to `microbatches` - 1."""
+    row = list(_block(stage, kind, 0))
+    for start in range(_BLOCK, microbatches, _BLOCK):
+        row += _block(stage, kind, start)
+    del row[microbatches:]
+    return row
+
+
+def actions_and_none(stage: int, kind: ActionKind, microbatches: range) -> Iterator[Action | None]:
+    """Yield a stage's actions of a kind for some microbatches, then None without end.
+
+    An order that completes still completes, and holds no more activations, without some of its microbatches.
+    So an order for many microbatches, without the Nones, also serves for fewer.
+    """
+    every = actions(stage, kind, microbatches.stop)
+    return chain(every[microbatches.start :: microbatches.step], repeat(None))
+
+
+_BLOCK = 16
+
+
+@lru_cache(maxsize=16384)
+def _block(stage: int, kind: ActionKind, start: int) -> tuple[Action, ...]:
+    # programs share actions: to create one takes ten times as long as to place it in an order
+    return tuple(map(Action, repeat(stage), repeat(kind), range(start, start + _BLOCK)))

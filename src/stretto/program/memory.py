@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 from stretto.program.action import MEMORY_SAVING, Action, ActionKind
 from stretto.program.program import Program
@@ -18,7 +18,7 @@ def peak_held(program: Program) -> list[int]:
     A pair is held from its F to its B or W, but with `RECOMPUTE` only from there on, since its forward saves
     only the input (`peak_inputs`). While it is offloaded it is not held.
     """
-    return [max((full for full, _ in holdings(program, rank)), default=0) for rank in range(program.ranks)]
+    return [max(holdings(program, rank), default=(0, 0))[0] for rank in range(program.ranks)]
 
 
 def peak_inputs(program: Program) -> list[int]:
@@ -46,10 +46,9 @@ def holdings(program: Program, rank: int) -> list[tuple[int, int]]:
     order = program.orders[rank]
     if not program.trains:
         return [(int(action.kind is ActionKind.F), 0) for action in order]
-    if not MEMORY_SAVING.isdisjoint({action.kind for action in order}):
+    if not MEMORY_SAVING.isdisjoint({kind for _, kind, _ in order}):
         return _with_recompute_or_offload(order)
-    steps = [_STEP.get(kind, 0) for _, kind, _ in order]
-    return [(count, 0) for count in accumulate(steps)]
+    return list(zip(accumulate(_STEP.get(kind, 0) for _, kind, _ in order), repeat(0)))
 
 
 def _with_recompute_or_offload(order: Sequence[Action]) -> list[tuple[int, int]]:

@@ -109,22 +109,25 @@ def _holds_all(choice: ScheduleChoice, microbatches: int) -> bool:
 def _of_rank(program: Program, rank: int) -> tuple[PeakState, ...]:
     index = {stage: stage_index for stage_index, stage in enumerate(program.stages_of(rank))}
     order: Sequence[Action] = program.orders[rank]
-    split = {a.stage for a in order if a.kind is ActionKind.W}
+    F, B = ActionKind.F, ActionKind.B
+    I, W = ActionKind.I, ActionKind.W
+    split = {stage for stage, kind, _ in order if kind is W}
     flights, waiting = [0] * len(index), [0] * len(index)
     best = dict[tuple[int, float], tuple[float, PeakState]]()
     for stage, kind, _ in order:
         stage_index = index[stage]
-        if kind is ActionKind.F:
+        if kind is F:
             flights[stage_index] += 1
-        elif kind is ActionKind.B or kind is ActionKind.I:
+        elif kind is B or kind is I:
+            total, total_waiting = sum(flights), sum(waiting)
             for weight in _WAITING_WEIGHTS:
-                score = sum(flights) + weight * sum(waiting)
+                score = total + weight * total_waiting
                 previous = best.get((stage_index, weight))
                 if previous is None or score > previous[0]:
                     best[stage_index, weight] = score, PeakState(tuple(flights), tuple(waiting), stage_index)
             flights[stage_index] -= 1
-            waiting[stage_index] += kind is ActionKind.I and stage in split
-        elif kind is ActionKind.W:
+            waiting[stage_index] += kind is I and stage in split
+        elif kind is W:
             waiting[stage_index] -= 1
     return tuple({peak: None for _, peak in sorted(best.values(), key=lambda entry: -entry[0])})
 

@@ -376,18 +376,15 @@ class _Replay:
         reduction starts with its last backward and overlaps with what follows; those of one rank run one
         after another.
         """
-        program = self.program
-        order = self.program.orders[rank]
-        ends = line.ends[rank]
+        program, ends = self.program, line.ends[rank]
         done = max(ends, default=0.0)
         if program.versions or self.each:
             return done
         if not self.assumptions.overlap:
             return done + self._sum(rank, "reduce")
-        last: dict[int, float] = {}
-        for position, action in enumerate(order):
-            if action.kind in (ActionKind.B, ActionKind.W):
-                last[action.stage] = ends[position]
+        actions = zip(program.orders[rank], ends, strict=True)
+        B, W = ActionKind.B, ActionKind.W
+        last = {stage: end for (stage, kind, _), end in actions if kind is B or kind is W}
         free = 0.0
         for stage, end in sorted(last.items(), key=lambda item: item[1]):
             _, back, weight = self.times[stage % program.depth].times

@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 
 from stretto.errors import StrettoError
 from stretto.layout.placement import linear
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import Action, ActionKind, actions
 from stretto.program.program import Program
 from stretto.program.schedules.registry import register
 
@@ -106,14 +106,13 @@ def _updating(stage: int, before: Sequence[int], ends: Container[int]) -> tuple[
     """Return the order of a stage: forward i comes right after `before[i]` backwards (non-decreasing), and an
     update follows the backward of each microbatch in `ends`.
     """
-    order = list[Action]()
-    done = 0
+    order, done = list[Action](), 0
+    f, b, u = (actions(stage, ActionKind(kind), len(before)) for kind in "FBU")
     for i, backwards in enumerate([*before, len(before)]):
         for mb in range(done, backwards):
-            order.append(Action(stage, ActionKind.B, mb))
+            order.append(b[mb])
             if mb in ends:
-                order.append(Action(stage, ActionKind.UPDATE, mb))
+                order.append(u[mb])
         done = max(done, backwards)
-        if i < len(before):
-            order.append(Action(stage, ActionKind.F, i))
+        order += f[i : i + 1]
     return tuple(order)

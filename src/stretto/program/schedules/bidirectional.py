@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stretto.errors import StrettoError
 from stretto.layout.placement import mirror, vee
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import Action, ActionKind, actions, actions_and_none
 from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import greedy
 from stretto.program.schedules.registry import register
-from stretto.program.schedules.writer import OrderWriter
 
 
 @register("dualpipe-v", "forwards and backwards as overlapped pairs on a V placement", early=True)
@@ -22,10 +21,12 @@ def dualpipe_v(ranks: int, microbatches: int) -> Program:
     is that for 2p without the missing ones; backwards without a pair are then split.
     """
     total = max(2 * ranks, microbatches)
-    writers = [OrderWriter(microbatches, splits=microbatches < total) for _ in range(ranks)]
-    for rank, writer in enumerate(writers):
-        down, up = rank, 2 * ranks - 1 - rank
-        _eight_steps(writer=writer, stage_0=down, stage_1=up, rank=rank, ranks=ranks, microbatches=total)
+    splits = microbatches < total
+    writers: list[_OrderWriter] = []
+    for rank in range(ranks):
+        stages = rank, 2 * ranks - 1 - rank
+        writers.append(_OrderWriter({stage: range(microbatches) for stage in stages}, splits))
+        _eight_steps(writers[-1], *stages, rank=rank, ranks=ranks, microbatches=total)
     return _program("dualpipe-v", vee(ranks), microbatches, writers)
 
 
@@ -45,25 +46,81 @@ def dualpipe(ranks: int, microbatches: int) -> Program:
     half = ranks // 2
     each = max(ranks, -(-microbatches // 2))
     splits = microbatches < 2 * each
-    writers = [OrderWriter(microbatches, depth=ranks, copies=2, splits=splits) for _ in range(ranks)]
-    for rank, writer in enumerate(writers):
-        # copy 0 enters at the near end for the first half of the ranks
+    writers: list[_OrderWriter] = []
+    for rank in range(ranks):
         down, up = rank, 2 * ranks - 1 - rank
-        if rank >= half:
-            down, up = up, down
-        _eight_steps(
-            writer=writer,
-            stage_0=down,
-            stage_1=up,
-            rank=min(rank, ranks - 1 - rank),
-            ranks=half,
-            microbatches=each,
-        )
+        of_copies = {down: range(0, microbatches, 2), up: range(1, microbatches, 2)}
+        writers.append(_OrderWriter(of_copies, splits))
+        # copy 0 enters at the near end for the first half of the ranks
+        stages = (down, up) if rank < half else (up, down)
+        distance = min(rank, ranks - 1 - rank)
+        _eight_steps(writers[-1], *stages, rank=distance, ranks=half, microbatches=each)
     return _program("dualpipe", mirror(ranks), microbatches, writers, copies=2)
 
 
+class _OrderWriter:
+    """Builds one rank's order: the caller names stages, and each takes its microbatches in order.
+
+    Backwards take one microbatch after another, whether split or not. Actions of microbatches beyond the last
+    are counted but not written (`actions_and_none`).
+
+    Args:
+        microbatches: those of each of the rank's stages.
+        splits: backwards outside pairs are I and then W, so that the gradient is sent before W.
+    """
+
+    def __init__(self, microbatches: Mapping[int, range], splits: bool) -> None:
+        self._written: list[Action | None] = []
+        self.pairs: set[tuple[Action, Action]] = set()
+        self._splits = splits
+        self._forwards = {
+            stage: actions_and_none(stage, ActionKind.F, each) for stage, each in microbatches.items()
+        }
+        self._backwards = {
+            stage: zip(*(actions_and_none(stage, kind, each) for kind in _BACKWARD), strict=True)
+            for stage, each in microbatches.items()
+        }
+        self._due: list[Action | None] = []  # deferred weight gradients, oldest first
+
+    @property
+    def order(self) -> tuple[Action, ...]:
+        return tuple(filter(None, self._written))
+
+    def forward(self, *stages: int) -> None:
+        """Write F of each stage."""
+        self._written += [next(self._forwards[stage]) for stage in stages]
+
+    def backward(self, stage: int) -> None:
+        """Write B, or I and then W."""
+        unsplit, *split = next(self._backwards[stage])
+        self._written += split if self._splits else [unsplit]
+
+    def input_gradient(self, stage: int) -> None:
+        """Write I; its weight gradient is due from now on."""
+        _, gradient, weight = next(self._backwards[stage])
+        self._written.append(gradient)
+        self._due.append(weight)
+
+    def weight_gradients(self, count: int | None = None) -> None:
+        """Write the oldest W that are due, at most this many."""
+        self._written += self._due[:count]
+        del self._due[:count]
+
+    def pair(self, forward: int, backward: int) -> None:
+        """Write F of one stage and B of another as a pair, or one alone if the other has no microbatch
+        left.
+        """
+        f, (b, *split) = next(self._forwards[forward]), next(self._backwards[backward])
+        if f and b:
+            self.pairs.add((f, b))
+        self._written += (f, *split) if self._splits and not (f and b) else (f, b)
+
+
+_BACKWARD = ActionKind.B, ActionKind.I, ActionKind.W
+
+
 def _eight_steps(
-    writer: OrderWriter, stage_0: int, stage_1: int, rank: int, ranks: int, microbatches: int
+    writer: _OrderWriter, stage_0: int, stage_1: int, rank: int, ranks: int, microbatches: int
 ) -> None:
     """One rank's order, in the eight steps of DeepSeek's code (github.com/deepseek-ai/DualPipe).
 
@@ -87,7 +144,7 @@ def _eight_steps(
     # step 3, nB1W1F1: the first backwards of direction 1; split, so that the rank before gets its I at once
     for _ in range(before):
         writer.input_gradient(stage_1)
-        writer.weight_gradient()
+        writer.weight_gradients(1)
         writer.forward(stage_1)
     # step 4, the main step, nF0B1F1B0: every forward is paired with a backward of the other direction, whose
     # all-to-all and compute hide each other
@@ -109,20 +166,20 @@ def _eight_steps(
         (writer.backward if at < unsplit else writer.input_gradient)(stage)
     # step 7, nWB0: deferred W fill the waits between the last backwards of direction 0
     for _ in range(before):
-        writer.weight_gradient()
+        writer.weight_gradients(1)
         (writer.backward if unsplit >= len(backwards) else writer.input_gradient)(stage_0)
     # step 8, nW: the remaining W
     writer.weight_gradients()
 
 
 def _program(
-    name: str, placement: tuple[int, ...], microbatches: int, writers: Sequence[OrderWriter], copies: int = 1
+    name: str, placement: tuple[int, ...], microbatches: int, writers: Sequence[_OrderWriter], copies: int = 1
 ) -> Program:
     return Program(
         name=name,
         placement=placement,
         microbatches=microbatches,
-        orders=tuple(tuple(writer.order) for writer in writers),
+        orders=tuple(writer.order for writer in writers),
         parameters={"chunks": 2 // copies},
         copies=copies,
         pairs=frozenset(pair for writer in writers for pair in writer.pairs),
@@ -143,14 +200,13 @@ def chimera(ranks: int, microbatches: int) -> Program:
     """
     _check_even("chimera", ranks)
     placement = mirror(ranks)
-    preferences = [
-        [
-            Action(rank if i % 2 == 0 else 2 * ranks - 1 - rank, kind, i)
-            for kind in (ActionKind.B, ActionKind.F)
-            for i in range(microbatches)
-        ]
-        for rank in range(ranks)
-    ]
+    preferences: list[list[Action]] = []
+    for rank in range(ranks):
+        preferences.append([])
+        for kind in (ActionKind.B, ActionKind.F):
+            of_kind = actions(rank, kind, microbatches)
+            of_kind[1::2] = actions(2 * ranks - 1 - rank, kind, microbatches)[1::2]
+            preferences[-1] += of_kind
     orders = greedy(placement, preferences, ranks // 2, copies=2, backward=1).orders
     return Program(
         name="chimera",

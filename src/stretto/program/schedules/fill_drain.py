@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from stretto.layout.placement import linear, loop
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import Action, ActionKind, actions
 from stretto.program.program import Program
 from stretto.program.schedules.registry import register
+
+_PASSES = ActionKind.F, ActionKind.B
 
 
 # 1f1b with idle ranks
@@ -16,7 +20,7 @@ def naive(ranks: int, microbatches: int) -> Program:
     The slowest schedule, with the smallest memory: one microbatch. A reference for the others.
     """
     orders = tuple(
-        tuple(Action(rank, kind, i) for i in range(microbatches) for kind in (ActionKind.F, ActionKind.B))
+        tuple(chain.from_iterable(zip(*(actions(rank, kind, microbatches) for kind in _PASSES), strict=True)))
         for rank in range(ranks)
     )
     return Program(
@@ -36,7 +40,7 @@ def gpipe(ranks: int, microbatches: int) -> Program:
     in ascending order, so that the first gradients reach the first rank as early as possible.
     """
     orders = tuple(
-        tuple(Action(rank, kind, i) for kind in (ActionKind.F, ActionKind.B) for i in range(microbatches))
+        tuple(chain.from_iterable(actions(rank, kind, microbatches) for kind in _PASSES))
         for rank in range(ranks)
     )
     return Program(
@@ -60,22 +64,18 @@ def bfs(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     Args:
         chunks: stages per rank, placed in a loop.
     """
-    orders = tuple(
-        (
-            *(Action(c * ranks + rank, ActionKind.F, i) for c in range(chunks) for i in range(microbatches)),
-            *(
-                Action(c * ranks + rank, ActionKind.B, i)
-                for c in reversed(range(chunks))
-                for i in reversed(range(microbatches))
-            ),
+    orders: list[tuple[Action, ...]] = []
+    for rank in range(ranks):
+        forwards, backwards = (
+            [action for c in range(chunks) for action in actions(c * ranks + rank, kind, microbatches)]
+            for kind in _PASSES
         )
-        for rank in range(ranks)
-    )
+        orders.append((*forwards, *reversed(backwards)))
     return Program(
         name="bfs",
         placement=loop(ranks, chunks),
         microbatches=microbatches,
-        orders=orders,
+        orders=tuple(orders),
         parameters={"chunks": chunks},
     )
 
@@ -95,10 +95,10 @@ def forward_only(ranks: int, microbatches: int, chunks: int = 1) -> Program:
     ends = [*starts[1:], microbatches]
     orders = tuple(
         tuple(
-            Action(chunk * ranks + rank, ActionKind.F, i)
+            action
             for start, end in zip(starts, ends, strict=True)
             for chunk in range(chunks)
-            for i in range(start, end)
+            for action in actions(chunk * ranks + rank, ActionKind.F, microbatches)[start:end]
         )
         for rank in range(ranks)
     )

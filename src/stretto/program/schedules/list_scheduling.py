@@ -7,15 +7,14 @@ action each end makes ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate, compress, islice
 from typing import NamedTuple
 
 from stretto.program.action import Action, ActionKind
 
 _HOLDS = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: 0, ActionKind.W: -1}
-
-_Key = tuple[int, ActionKind, int | None]  # an action; a plain tuple is equal to it, and faster to create
 
 
 class Scheduled(NamedTuple):
@@ -45,25 +44,7 @@ def tighten(
         copies: copies of the weights.
         backward: duration of a B, in units of any other action.
     """
-    steps = [[_HOLDS[action.kind] for action in order] for order in orders]
-    simulation = _Simulation(placement, orders, copies, backward)
-
-    def admit(rank: int, at: int) -> bool:
-        started, first_open = simulation.started[rank], simulation.first_open(rank)
-        live, limit = simulation.live[rank] + 1, limits[rank]
-        if at == first_open:
-            return True
-        if live > limit:
-            return False
-        changes = steps[rank]
-        for earlier in range(first_open, at):
-            if not started[earlier]:
-                live += changes[earlier]
-                if live > limit:
-                    return False
-        return True
-
-    return simulation.run(admit)
+    return _simulate(placement, orders, copies, backward, limits=limits)
 
 
 def greedy(
@@ -86,137 +67,102 @@ def greedy(
         copies: copies of the weights.
         backward: duration of a B, in units of any other action.
     """
-    simulation = _Simulation(placement, preferences, copies, backward)
-
-    def admit(rank: int, at: int) -> bool:
-        stage = preferences[rank][at].stage
-        return stage % simulation.depth != 0 or simulation.inside[stage] < in_flight
-
-    return simulation.run(admit)
+    return _simulate(placement, preferences, copies, backward, in_flight=in_flight)
 
 
-def replay(
-    placement: Sequence[int], orders: Sequence[Sequence[Action]], copies: int = 1, backward: int = 2
+def _simulate(
+    placement: Sequence[int],
+    preferences: Sequence[Sequence[Action]],
+    copies: int,
+    backward: int,
+    limits: Sequence[int] | None = None,
+    in_flight: int | None = None,
 ) -> Scheduled:
-    """Return given orders with their makespan.
-
-    Args:
-        placement: rank of each stage, copy after copy.
-        orders: per rank, its compute actions in an order that completes.
-        copies: copies of the weights.
-        backward: duration of a B, in units of any other action.
-    """
-    simulation = _Simulation(placement, orders, copies, backward)
-    simulation.in_order = True
-    return simulation.run(lambda rank, at: True)
-
-
-class _Simulation:
-    """The running, ready and started actions of each rank."""
-
-    def __init__(
-        self, placement: Sequence[int], preferences: Sequence[Sequence[Action]], copies: int, backward: int
-    ) -> None:
-        self.placement = placement
-        self.depth = len(placement) // copies
-        self.preferences = preferences
-        self.in_order = False  # start actions strictly in the order of preference
-        self.cost = {ActionKind.F: 1, ActionKind.B: backward, ActionKind.I: 1, ActionKind.W: 1}
-        self.started = [bytearray(len(order)) for order in preferences]
-        self.live = [0 for _ in preferences]
-        self.inside = dict.fromkeys(range(0, len(placement), self.depth), 0)  # microbatches, by first stage
-        self._first_open = [0 for _ in preferences]
-        self._positions: dict[_Key, int] = {
-            action: at for order in preferences for at, action in enumerate(order)
-        }
-        self._ready: list[list[int]] = [[] for _ in preferences]
-        self._running: list[Action | None] = [None for _ in preferences]
-        # microbatches enter in order, one ready at a time
-        self._entering = {
-            stage: iter([a for a in preferences[placement[stage]] if a[:2] == (stage, ActionKind.F)])
-            for stage in self.inside
-        }
-        for entering in self._entering.values():
-            self._enable(next(entering, None))
-
-    def first_open(self, rank: int) -> int:
-        """Return the index of the rank's first action that has not started."""
-        at, started = self._first_open[rank], self.started[rank]
-        while at < len(started) and started[at]:
-            at += 1
-        self._first_open[rank] = at
-        return at
-
-    def run(self, admit: Callable[[int, int], bool]) -> Scheduled:
-        """Run to the end; `admit(rank, index)` is True if a rank may start the forward at an index of its
-        order.
-        """
-        orders: list[list[Action]] = [[] for _ in self.preferences]
-        ends: list[tuple[int, int]] = []
-        clock, touched = 0, set(range(len(orders)))
-        while touched:
-            for rank in touched:
-                if self._running[rank] is None and (action := self._take(rank, admit)) is not None:
-                    orders[rank].append(action)
-                    heappush(ends, (clock + self.cost[action.kind], rank))
-            touched = set[int]()
-            if ends:
-                clock = ends[0][0]
-            while ends and ends[0][0] == clock:
-                touched.update(self._end(heappop(ends)[1]))
-        assert all(all(started) for started in self.started), "the given orders deadlock"
-        return Scheduled(tuple(map(tuple, orders)), clock)
-
-    def _take(self, rank: int, admit: Callable[[int, int], bool]) -> Action | None:
-        """Start the rank's most preferred action that is ready and admitted, if any."""
-        ready, preference = self._ready[rank], self.preferences[rank]
-        if self.in_order and ready and ready[0] != self.first_open(rank):
-            return None
-        refused: list[int] = []
-        chosen = None
-        while ready:
+    """Run each rank's actions, which are named by their index in its order of preference, to the end."""
+    F, B = ActionKind.F, ActionKind.B
+    I, W = ActionKind.I, ActionKind.W
+    forwards, others = ([list[int]() for _ in preferences] for _ in range(2))  # that are ready, as heaps
+    # per stage, the index of each microbatch's F, B or I, and W
+    at_forward, at_backward, weights = ([dict[int | None, int]() for _ in placement] for _ in range(3))
+    indices_of = {F: at_forward, W: weights}
+    for order in preferences:
+        for at, (stage, kind, i) in enumerate(order):
+            indices_of.get(kind, at_backward)[stage][i] = at
+    # what the end of a stage's F, and of its B or I, makes ready: rank, heap, index of each microbatch's
+    depth = len(placement) // copies
+    after_forward = [
+        (placement[stage], others[placement[stage]], at_backward[stage])
+        if (stage + 1) % depth == 0
+        else (placement[stage + 1], forwards[placement[stage + 1]], at_forward[stage + 1])
+        for stage in range(len(placement))
+    ]
+    after_backward = [
+        (placement[stage - 1], others[placement[stage - 1]], at_backward[stage - 1])
+        for stage in range(len(placement))
+    ]
+    # microbatches enter in order, by first stage, each of the later ones when an earlier one has left
+    entering = dict[int, Iterator[int]]()
+    for stage in range(0, len(placement), depth):
+        entering[stage] = iter(at_forward[stage].values())
+        for at in islice(entering[stage], in_flight):
+            heappush(forwards[placement[stage]], at)
+    orders: list[list[Action]] = [[] for _ in preferences]
+    changes = [[_HOLDS[action[1]] for action in order] for order in preferences]
+    waiting = [bytearray(b"\1" * len(order)) for order in preferences]
+    live, running = [0] * len(orders), bytearray(len(orders))
+    ending: list[list[int]] = [[] for _ in range(backward + 1)]  # ranks, by time modulo its length
+    clock, touched = 0, set(range(len(orders)))
+    while True:
+        ends = [ending[(clock + cost) % len(ending)] for cost in (1, backward)]
+        for rank in touched:
+            if running[rank]:
+                continue
+            ready = others[rank]
+            # if a forward is not admitted, no later one is
+            if (first := forwards[rank]) and not (ready and ready[0] < first[0]):
+                at = first[0]
+                if limits is None or _admits(changes[rank], waiting[rank], limits[rank] - live[rank], at):
+                    ready = first
+            if not ready:
+                continue
             at = heappop(ready)
-            if preference[at].kind is not ActionKind.F or admit(rank, at):
-                self.started[rank][at] = 1
-                chosen = self._running[rank] = preference[at]
-                break
-            refused.append(at)
-        for at in refused:
-            heappush(ready, at)
-        if chosen is not None:
-            self.live[rank] += _HOLDS[chosen.kind]
-            if chosen.kind is ActionKind.F and chosen.stage in self.inside:
-                self.inside[chosen.stage] += 1
-                self._enable(next(self._entering[chosen.stage], None))
-        return chosen
+            running[rank], waiting[rank][at] = 1, 0
+            action = preferences[rank][at]
+            orders[rank].append(action)
+            live[rank] += changes[rank][at]
+            ends[action[1] is B].append(rank)
+        if not any(running):
+            break
+        clock += 1
+        ended, ending[clock % len(ending)] = ending[clock % len(ending)], []
+        touched = set(ended)
+        for rank in ended:
+            running[rank] = 0
+            stage, kind, i = orders[rank][-1]
+            if kind is F:
+                other, heap, indices = after_forward[stage]
+            elif kind is W:
+                continue
+            else:
+                if kind is I:
+                    heappush(others[rank], weights[stage][i])
+                if stage in entering:
+                    if (at := next(entering[stage], None)) is not None:
+                        heappush(forwards[rank], at)
+                    continue
+                other, heap, indices = after_backward[stage]
+            heappush(heap, indices[i])
+            touched.add(other)
+    assert not any(map(any, waiting)), "the given orders deadlock"
+    return Scheduled(tuple(map(tuple, orders)), clock)
 
-    def _end(self, rank: int) -> list[int]:
-        """End the rank's running action; return the ranks that may now start an action, including itself."""
-        action = self._running[rank]
-        assert action is not None
-        self._running[rank] = None
-        stage, kind, i = action
-        if kind is ActionKind.F:
-            last = (stage + 1) % self.depth == 0
-            follows = self._backward(stage, i) if last else (stage + 1, ActionKind.F, i)
-            return [rank, *self._enable(follows)]
-        if kind is ActionKind.W:
-            return [rank]
-        if kind is ActionKind.I:
-            self._enable((stage, ActionKind.W, i))
-        if stage in self.inside:
-            self.inside[stage] -= 1
-            return [rank]
-        return [rank, *self._enable(self._backward(stage - 1, i))]
 
-    def _backward(self, stage: int, microbatch: int | None) -> _Key:
-        split = (stage, ActionKind.I, microbatch)
-        return split if split in self._positions else (stage, ActionKind.B, microbatch)
-
-    def _enable(self, name: _Key | None) -> list[int]:
-        """Make an action ready; return its rank, if any."""
-        if name is None:
-            return []
-        rank = self.placement[name[0]]
-        heappush(self._ready[rank], self._positions[name])
-        return [rank]
+def _admits(changes: Sequence[int], waiting: bytearray, room: int, at: int) -> bool:
+    """True if the forward at an index of a rank's order may run before the earlier actions that still wait,
+    with room for this many more activations.
+    """
+    first = waiting.find(1)
+    if first == at:
+        return True
+    earlier = accumulate(compress(changes[first:at], waiting[first:at]))
+    return 0 < room > max(earlier)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import TypeVar
 
 from stretto.errors import StrettoError
 from stretto.layout.placement import linear, loop
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import Action, ActionKind, actions
 from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import tighten
 from stretto.program.schedules.registry import register
+
+_T = TypeVar("_T")
 
 
 @register("1f1b", "one forward, one backward: holds at most p - rank microbatches", common=True, early=True)
@@ -21,8 +25,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Program:
     """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        forwards = [Action(rank, ActionKind.F, i) for i in range(microbatches)]
-        backwards = [Action(rank, ActionKind.B, i) for i in range(microbatches)]
+        forwards = actions(rank, ActionKind.F, microbatches)
+        backwards = actions(rank, ActionKind.B, microbatches)
         orders.append(alternate(forwards, backwards, warmup=ranks - 1 - rank))
     return Program(
         name="1f1b",
@@ -69,19 +73,13 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | Non
     size = group_size(ranks, microbatches, group)
     short = 0 < microbatches % size < ranks
     padded = -(-microbatches // size) * size if short else microbatches
-    table = [
-        (chunk, i)
-        for start in range(0, padded, size)
-        for chunk in range(chunks)
-        for i in range(start, min(start + size, padded))
-    ]
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        forwards = [Action(c * ranks + rank, ActionKind.F, i) for c, i in table]
-        backwards = [Action((chunks - 1 - c) * ranks + rank, ActionKind.B, i) for c, i in table]
+        stages = range(rank, chunks * ranks, ranks)
+        forwards = in_groups(stages, ActionKind.F, microbatches, size, padded)
+        backwards = in_groups(stages[::-1], ActionKind.B, microbatches, size, padded)
         warmup = 2 * (ranks - 1 - rank) + (chunks - 1) * size
-        order = alternate(forwards, backwards, warmup)
-        orders.append(tuple(a for a in order if a.microbatch is not None and a.microbatch < microbatches))
+        orders.append(tuple(filter(None, alternate(forwards, backwards, warmup))))
     placement = loop(ranks, chunks)
     if short:
         limits = [(chunks - 1) * size + 2 * (ranks - 1 - r) + 1 for r in range(ranks)]
@@ -104,8 +102,8 @@ def one_f_one_b_eager(ranks: int, microbatches: int) -> Program:
     """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        forwards = [Action(rank, ActionKind.F, i) for i in range(microbatches)]
-        backwards = [Action(rank, ActionKind.B, i) for i in range(microbatches)]
+        forwards = actions(rank, ActionKind.F, microbatches)
+        backwards = actions(rank, ActionKind.B, microbatches)
         orders.append(alternate(forwards, backwards, warmup=2 * (ranks - 1 - rank)))
     return Program(
         name="1f1b-eager",
@@ -116,10 +114,22 @@ def one_f_one_b_eager(ranks: int, microbatches: int) -> Program:
     )
 
 
-def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:
+def in_groups(
+    stages: Sequence[int], kind: ActionKind, microbatches: int, size: int, padded: int
+) -> list[Action | None]:
+    """Return actions of a kind, `size` microbatches of each stage in turn, with None for microbatches beyond
+    the last.
+    """
+    rows = [[*actions(stage, kind, microbatches), *[None] * (padded - microbatches)] for stage in stages]
+    return [
+        action for start in range(0, padded, size) for row in rows for action in row[start : start + size]
+    ]
+
+
+def alternate(forwards: Sequence[_T], backwards: Sequence[_T], warmup: int) -> tuple[_T, ...]:
     """Return `warmup` forwards, then forwards and backwards alternately, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
-    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+    steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.layout.placement import vee
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import Action, ActionKind, actions, actions_and_none
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import tighten
 from stretto.program.schedules.registry import register
-from stretto.program.schedules.writer import OrderWriter
 
+_PASSES = ActionKind.F, ActionKind.I, ActionKind.W
 _INTERVAL = 6  # slots in which a rank has one F, one I and one W of both stages
 
 
@@ -37,37 +37,27 @@ def zb_v(ranks: int, microbatches: int) -> Program:
 
 
 def _zb_v_order(ranks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    writer = OrderWriter(microbatches)
-    down, up = rank, 2 * ranks - 1 - rank
+    # turns of F, I and W of the stages on the way down and up
+    (fd, id_, wd), (fu, iu, wu) = (
+        [actions_and_none(stage, kind, range(microbatches)) for kind in _PASSES]
+        for stage in (rank, 2 * ranks - 1 - rank)
+    )
     # with fewer, the rounds below would be negative
     total = max(2 * ranks - 1, microbatches)
-
-    def backward(stage: int) -> None:
-        writer.input_gradient(stage)
-        writer.weight_gradient(stage)
-
-    # until the first microbatch is back on this rank's way up: 2 (p - rank) - 1 forwards' time
-    writer.forward(*[down] * (2 * (ranks - rank) - 1))
-    writer.forward(*[up, down] * rank)
-    for _ in range(ranks - rank):
-        writer.forward(up)
-        backward(up)
-    for step in range(total - ranks):
-        if step < total - (2 * ranks - 1 - rank):
-            writer.forward(down)
-        backward(down)
-        writer.forward(up)
-        backward(up)
-    # drain: ranks before this one wait for its I, so W comes when there is no I left to do
-    for _ in range(rank):
-        writer.input_gradient(down)
-        writer.input_gradient(up)
-    for _ in range(ranks - rank):
-        writer.input_gradient(down)
-        writer.weight_gradient(down)
-    writer.weight_gradients(up)
-    writer.weight_gradients(down)
-    return tuple(writer.order)
+    turns = [
+        # until the first microbatch is back on this rank's way up: 2 (p - rank) - 1 forwards' time
+        *[fd] * (2 * (ranks - rank) - 1),
+        *[fu, fd] * rank,
+        *[fu, iu, wu] * (ranks - rank),
+        *[fd, id_, wd, fu, iu, wu] * (total - (2 * ranks - 1 - rank)),
+        *[id_, wd, fu, iu, wu] * (ranks - 1 - rank),
+        # drain: ranks before this one wait for its I, so W comes when there is no I left to do
+        *[id_, iu] * rank,
+        *[id_, wd] * (ranks - rank),
+        *[wu] * rank,
+        *[wd] * rank,
+    ]
+    return tuple(filter(None, map(next, turns)))
 
 
 @register("v-half", "zero bubble on a V placement with about half of 1f1b's memory")
@@ -123,20 +113,19 @@ def _from_block(name: str, starts: Sequence[tuple[int, int, int, int]], microbat
 def _repeat(down: int, up: int, starts: tuple[int, int, int, int], microbatches: int) -> tuple[Action, ...]:
     """Return one rank's order without gaps: its block for every microbatch, with W in the free slots."""
     kinds = ((down, ActionKind.F), (up, ActionKind.F), (up, ActionKind.I), (down, ActionKind.I))
-    slots = {
-        start + _INTERVAL * i: Action(stage, kind, i)
-        for (stage, kind), start in zip(kinds, starts, strict=True)
-        for i in range(microbatches)
-    }
+    slots = dict[int, Action]()
+    for (stage, kind), start in zip(kinds, starts, strict=True):
+        of_kind = range(start, start + _INTERVAL * microbatches, _INTERVAL)
+        slots |= zip(of_kind, actions(stage, kind, microbatches), strict=True)
+    weights = {stage: iter(actions(stage, ActionKind.W, microbatches)) for stage in (down, up)}
     assert len(slots) == 4 * microbatches, "two passes of the block claim one slot"
     order: list[Action] = []
     due: deque[Action] = deque()
-    for slot in range(starts[0], max(slots) + 1):
-        action = slots.get(slot)
+    for action in map(slots.get, range(starts[0], max(slots) + 1)):
         if action is not None:
             order.append(action)
-            if action.kind is ActionKind.I:
-                due.append(Action(action.stage, ActionKind.W, action.microbatch))
+            if action[1] is ActionKind.I:
+                due.append(next(weights[action.stage]))
         elif due:
             order.append(due.popleft())
     return (*order, *due)

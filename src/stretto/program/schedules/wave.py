@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
 
 from stretto.layout.placement import zigzag
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import Action, ActionKind, actions
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
-from stretto.program.schedules.list_scheduling import Scheduled, greedy, replay, tighten
+from stretto.program.replay import Costs, simulate
+from stretto.program.schedules.list_scheduling import greedy, tighten
 from stretto.program.schedules.registry import register
 
 _UNITS = 6  # slots of a rank's work on one microbatch: F (1 slot) and B (2) of two stages
@@ -34,17 +38,17 @@ def one_wave(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
         for _ in range(1 if kind is ActionKind.F else 2):
             free[rank][at % _UNITS] = False
             at += 1
-    return tuple(
-        tuple(
-            action
-            for _, action in sorted(
-                (at + _UNITS * i, Action(stage, kind, i))
-                for at, stage, kind in slots
-                for i in range(microbatches)
-            )
-        )
-        for slots in timed
-    )
+    orders: list[tuple[Action, ...]] = []
+    for slots in timed:
+        times = [range(at, at + _UNITS * microbatches, _UNITS) for at, _, _ in slots]
+        orders.append(_in_time(times, [actions(stage, kind, microbatches) for _, stage, kind in slots]))
+    return tuple(orders)
+
+
+def _in_time(times: Iterable[Iterable[int]], rows: Iterable[Iterable[Action]]) -> tuple[Action, ...]:
+    """Return the actions of all rows, each with its time in its row of `times`, in the order of times."""
+    timed = sorted(zip(chain.from_iterable(times), chain.from_iterable(rows), strict=True))
+    return tuple(action for _, action in timed)
 
 
 def _fits(free: list[bool], slot: int, kind: ActionKind) -> bool:
@@ -67,17 +71,17 @@ def several_waves(ranks: int, microbatches: int, waves: int) -> tuple[tuple[Acti
     starts = _legs(ranks, waves)
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        timed: list[tuple[int, int, Action]] = []
+        times: list[range] = []  # in units of one forward, of the even or the odd microbatches
+        rows: list[list[Action]] = []
         for chunk in range(2 * waves):
             along = rank if chunk % 2 == 0 else ranks - 1 - rank
-            forward = starts[chunk, ActionKind.F, 0] + along
-            for i in range(microbatches):
-                block, odd = divmod(i, 2)
-                backward = starts[chunk, ActionKind.B, odd] + ranks - 1 - along
-                at = 6 * waves * block
-                timed.append((at + forward, odd, Action(chunk * ranks + along, ActionKind.F, i)))
-                timed.append((at + backward, 0, Action(chunk * ranks + along, ActionKind.B, i)))
-        orders.append(tuple(action for _, _, action in sorted(timed)))
+            for odd in (0, 1):
+                forward = 2 * (starts[chunk, ActionKind.F, 0] + along) + odd
+                backward = 2 * (starts[chunk, ActionKind.B, odd] + ranks - 1 - along)
+                for kind, at in ((ActionKind.F, forward), (ActionKind.B, backward)):
+                    rows.append(actions(chunk * ranks + along, kind, microbatches)[odd::2])
+                    times.append(range(at, at + 12 * waves * len(rows[-1]), 12 * waves))
+        orders.append(_in_time(times, rows))
     return tuple(orders)
 
 
@@ -128,26 +132,28 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
         orders=(),
         parameters={"chunks": chunks, "waves": waves},
     )
-    candidates: list[Scheduled] = []
+    candidates: list[tuple[float, tuple[tuple[Action, ...], ...]]] = []
     if microbatches > ranks:
         orders = one_wave(ranks, microbatches) if waves == 1 else several_waves(ranks, microbatches, waves)
         block = replace(program, orders=orders)
         if max(peak_held(block)) <= limits[0]:  # the block of several waves may hold more for p <= 2
-            candidates.append(tighten(placement, block.orders, limits))
+            tight = tighten(placement, block.orders, limits)
+            candidates.append((tight.makespan, tight.orders))
     # with more microbatches the block is the shorter one: checked for all 2 <= p <= 16, waves <= 4
     if not candidates or microbatches < 4 * waves * ranks:
         # with equal times of F and B waves interlock without gaps; with unequal ones they drift apart
         # per rank, backwards before forwards, the oldest microbatch first, the end of the model first
-        preferences = [
-            [
-                Action(stage, kind, i)
+        preferences: list[list[Action]] = []
+        for rank in range(ranks):
+            stages = program.stages_of(rank)[::-1]
+            for_kinds = (
+                zip(*(actions(stage, kind, microbatches) for stage in stages), strict=True)
                 for kind in (ActionKind.B, ActionKind.F)
-                for i in range(microbatches)
-                for stage in range(len(placement) - 1, -1, -1)
-                if placement[stage] == rank
-            ]
-            for rank in range(ranks)
-        ]
+            )
+            preferences.append([action for rows in for_kinds for row in rows for action in row])
         even = greedy(placement, preferences, ranks, backward=1).orders
-        candidates += (replay(placement, even), tighten(placement, even, limits))
-    return replace(program, orders=min(candidates, key=lambda scheduled: scheduled.makespan).orders)
+        equal = Costs(per_stage=[(1.0, 1.0, 1.0)] * program.stages)
+        candidates.append((simulate(replace(program, orders=even), equal).makespan, even))
+        tight = tighten(placement, even, limits)
+        candidates.append((tight.makespan, tight.orders))
+    return replace(program, orders=min(candidates, key=itemgetter(0))[1])

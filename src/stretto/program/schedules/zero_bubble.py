@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain, repeat
+
 from stretto.layout.placement import linear, loop
-from stretto.program.action import Action
+from stretto.program.action import Action, ActionKind, actions
 from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import tighten
-from stretto.program.schedules.one_f_one_b import group_size
+from stretto.program.schedules.one_f_one_b import group_size, in_groups
 from stretto.program.schedules.registry import register
-from stretto.program.schedules.writer import OrderWriter
+
+_PASSES = ActionKind.F, ActionKind.I, ActionKind.W
 
 
 @register(
@@ -25,17 +29,12 @@ def zb_h1(ranks: int, microbatches: int) -> Program:
     drain, where 1F1B has its bubble. Deferred W keep activations alive, r microbatches on rank r on top of
     the p - r of 1F1B: p on every rank.
     """
-    orders: list[tuple[Action, ...]] = []
-    for rank in range(ranks):
-        writer = OrderWriter(microbatches)
-        writer.forward(*[rank] * min(ranks - 1 - rank, microbatches))
-        for step in range(microbatches):
-            writer.forward(rank)
-            writer.input_gradient(rank)
-            if step >= rank:
-                writer.weight_gradient()
-        writer.weight_gradients()
-        orders.append(tuple(writer.order))
+    orders = [
+        _deferring(
+            *(actions(rank, kind, microbatches) for kind in _PASSES), warmup=ranks - 1 - rank, lag=rank
+        )
+        for rank in range(ranks)
+    ]
     return Program(
         name="zb-h1",
         placement=linear(ranks),
@@ -55,18 +54,14 @@ def zb_h2(ranks: int, microbatches: int) -> Program:
     round starts with an I, hence the one forward more than twice the warm-up of 1F1B. With fewer than 2p - 1
     microbatches there are gaps before a W is due; ranks then do it earlier.
     """
-    orders: list[tuple[Action, ...]] = []
-    for rank in range(ranks):
-        writer = OrderWriter(microbatches)
-        forwards = min(2 * (ranks - 1 - rank) + 1, microbatches)
-        writer.forward(*[rank] * forwards)
-        for step in range(microbatches):
-            writer.input_gradient(rank)
-            if step >= 2 * rank:
-                writer.weight_gradient()
-            writer.forward(rank)
-        writer.weight_gradients()
-        orders.append(tuple(writer.order))
+    orders = [
+        _deferring(
+            *(actions(rank, kind, microbatches) for kind in _PASSES),
+            warmup=2 * (ranks - 1 - rank),
+            lag=2 * rank,
+        )
+        for rank in range(ranks)
+    ]
     if microbatches < 2 * ranks - 1:
         orders[:] = tighten(linear(ranks), orders, [microbatches] * ranks).orders
     return Program(
@@ -95,21 +90,15 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2, group: int | 
         StrettoError: `group` is outside [p, m] ([m, p] when there are fewer microbatches than ranks).
     """
     size = group_size(ranks, microbatches, group)
-    groups = -(-microbatches // size)
+    padded = -(-microbatches // size) * size
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        writer = OrderWriter(microbatches)
-        steps = [chunk for _ in range(groups) for chunk in range(chunks) for _ in range(size)]
-        warmup = min((chunks - 1) * size + ranks - 1 - rank, len(steps))
-        writer.forward(*(chunk * ranks + rank for chunk in steps[:warmup]))
-        for step, chunk in enumerate(steps):
-            if warmup + step < len(steps):
-                writer.forward(steps[warmup + step] * ranks + rank)
-            writer.input_gradient((chunks - 1 - chunk) * ranks + rank)
-            if step >= rank:
-                writer.weight_gradient()
-        writer.weight_gradients()
-        orders.append(tuple(writer.order))
+        stages = range(rank, chunks * ranks, ranks)
+        passes = (
+            in_groups(stages if kind is ActionKind.F else stages[::-1], kind, microbatches, size, padded)
+            for kind in _PASSES
+        )
+        orders.append(_deferring(*passes, warmup=(chunks - 1) * size + ranks - 1 - rank, lag=rank))
     placement = loop(ranks, chunks)
     if microbatches % size:
         limit = min(chunks * microbatches, (chunks - 1) * size + ranks)
@@ -121,3 +110,20 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2, group: int | 
         orders=tuple(orders),
         parameters={"chunks": chunks, "group": size},
     )
+
+
+def _deferring(
+    forwards: Sequence[Action | None],
+    inputs: Sequence[Action | None],
+    weights: Sequence[Action | None],
+    warmup: int,
+    lag: int,
+) -> tuple[Action, ...]:
+    """Return `warmup` forwards, then forwards and input gradients alternately, each with the weight gradient
+    of `lag` steps before; without Nones.
+    """
+    f = chain(forwards, repeat(None))
+    i, w = iter(inputs), iter(weights)
+    steps, lag = len(inputs), min(lag, len(inputs))
+    turns = [f] * min(warmup, steps) + [f, i] * lag + [f, i, w] * (steps - lag) + [w] * lag
+    return tuple(filter(None, map(next, turns)))
