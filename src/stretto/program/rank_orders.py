@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import COMPUTE, Action, ActionKind
 from stretto.program.lower import LOOKAHEAD, with_reductions
 from stretto.program.program import Program
 
@@ -26,6 +26,9 @@ OUTPUT_FREED = 6
 GRADIENT_FREED = 7
 _NUMBERED = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)
 NUMBERS = dict.fromkeys(ActionKind, OTHER) | {kind: number for number, kind in enumerate(_NUMBERED)}
+_FORWARD = NUMBERS[ActionKind.F]
+_WEIGHT = NUMBERS[ActionKind.W]
+_REDUCE = NUMBERS[ActionKind.REDUCE_GRAD]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +51,9 @@ class RankOrder:
     flights: tuple[int, ...]
 
 
-class _Message(NamedTuple):
-    """A message: the position of the action before its send among the compute actions of the sender, that of
-    the action that consumes it on the receiver, and the stage that sends it.
-    """
-
-    sent: int
-    consumed: int
-    stage: int
+# A message: the position of the action before its send among the compute actions of the sender, that of the
+# action that consumes it on the receiver, and the stage that sends it.
+_Message = tuple[int, int, int]
 
 
 class ProgramOrders:
@@ -73,18 +71,16 @@ class ProgramOrders:
         self._forwards, self._backwards, self._lasts = (
             [[-1] * program.microbatches for _ in range(program.stages)] for _ in range(3)
         )
-        forward, weight = ActionKind.F, ActionKind.W
+        self._compute = list[list[tuple[int, int, int]]]()  # stage, kind and microbatch of each action
         for order in program.orders:
-            at = 0
-            for stage, kind, microbatch in order:
-                if not kind.is_compute or microbatch is None:
-                    continue
-                if kind is forward:
+            compute = [(s, NUMBERS[kind], n) for s, kind, n in order if n is not None and kind in COMPUTE]
+            for at, (stage, kind, microbatch) in enumerate(compute):
+                if kind == _FORWARD:
                     self._forwards[stage][microbatch] = at
-                elif kind is not weight:
+                elif kind != _WEIGHT:
                     self._backwards[stage][microbatch] = at
                 self._lasts[stage][microbatch] = at
-                at += 1
+            self._compute.append(compute)
         self._messages = dict[int, dict[tuple[int, bool], list[_Message]]]()
         self._orders = dict[int, RankOrder]()
 
@@ -95,21 +91,26 @@ class ProgramOrders:
         return self._orders[rank]
 
     def _order(self, rank: int) -> RankOrder:
-        stages, freed = self._program.stages_of(rank), self._freed(rank)
+        stages = self._program.stages_of(rank)
         places = {stage: EVENTS * place for place, stage in enumerate(stages)}
-        flying, flights = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+        freed = self._freed(rank, places)
         actions = with_reductions(self._program, rank)
         events, at = list[int](), 0
         for stage, kind, _ in actions:
-            if kind.is_compute:
-                events += sorted(places[sender] + number for sender, number in freed.get(at, ()))
+            number = NUMBERS[kind]
+            if number < _REDUCE:
+                if at in freed:
+                    events += sorted(freed[at])
                 at += 1
-                if kind is ActionKind.F:
-                    flying[stage] += 1
-                    flights[stage] = max(flights[stage], flying[stage])
-                elif kind is not ActionKind.W:
-                    flying[stage] -= 1
-            events.append(places[stage] + NUMBERS[kind])
+            events.append(places[stage] + number)
+        flights = dict.fromkeys(stages, 0)
+        flying = dict.fromkeys(stages, 0)
+        for stage, number, _ in self._compute[rank]:
+            if number == _FORWARD:
+                flying[stage] += 1
+                flights[stage] = max(flights[stage], flying[stage])
+            elif number != _WEIGHT:
+                flying[stage] -= 1
         return RankOrder(
             stages=tuple(stages),
             actions=actions,
@@ -123,20 +124,16 @@ class ProgramOrders:
         sends.
         """
         if rank not in self._messages:
-            program, at = self._program, 0
-            sends, placement = program.sends, program.placement
+            sends, placement = self._program.sends, self._program.placement
             messages = defaultdict[tuple[int, bool], list[_Message]](list)
-            for stage, kind, microbatch in program.orders[rank]:
-                if not kind.is_compute or microbatch is None:
-                    continue
-                if kind is ActionKind.F:
+            for at, (stage, kind, microbatch) in enumerate(self._compute[rank]):
+                if kind == _FORWARD:
                     if sends[stage]:
                         consumed = self._forwards[stage + 1][microbatch]
-                        messages[placement[stage + 1], False].append(_Message(at, consumed, stage))
-                elif kind is not ActionKind.W and sends[stage - 1]:  # no stage -1, the last, sends its output
+                        messages[placement[stage + 1], False].append((at, consumed, stage))
+                elif kind != _WEIGHT and sends[stage - 1]:  # no stage -1, the last, sends its output
                     consumed = self._backwards[stage - 1][microbatch]
-                    messages[placement[stage - 1], True].append(_Message(at, consumed, stage))
-                at += 1
+                    messages[placement[stage - 1], True].append((at, consumed, stage))
             self._messages[rank] = messages
         return self._messages[rank]
 
@@ -150,27 +147,30 @@ class ProgramOrders:
                 continue
             messages = self._sends(placement[sender])[placement[stage], bool(of_gradients)]
             # a message is needed no later than any that follows it in its direction
-            needed = [*accumulate((message.consumed for message in reversed(messages)), min)][::-1]
-            posted = (n for n, message in zip(needed, messages, strict=True) if message.stage == sender)
+            needed = [*accumulate((consumed for _, consumed, _ in reversed(messages)), min)][::-1]
+            posted = (n for n, (*_, stage) in zip(needed, messages, strict=True) if stage == sender)
             counts[of_gradients] = max(
                 (n - bisect_left(freed, at - self._lookahead) for n, at in enumerate(posted, 1)), default=0
             )
         return counts[0], counts[1]
 
-    def _freed(self, rank: int) -> dict[int, list[tuple[int, int]]]:
-        """For compute actions, by their positions, the sends that are freed at their start, each by its stage
-        and kind of event. See `send_releases`, which names the action for each send.
+    def _freed(self, rank: int, places: Mapping[int, int]) -> dict[int, list[int]]:
+        """The events of sends that are freed at the start of compute actions, by the actions' positions. See
+        `send_releases`, which names the action for each send.
+
+        Args:
+            places: the number of the first event of each stage.
         """
-        freed = dict[int, list[tuple[int, int]]]()
+        freed = dict[int, list[int]]()
         for (peer, of_gradients), messages in self._sends(rank).items():
             replies = sorted(self._sends(peer)[rank, False] + self._sends(peer)[rank, True])
-            sent = [reply.sent for reply in replies]
+            sent = [at for at, _, _ in replies]
             # the first action here that consumes a reply or a later one
-            first = [*accumulate((reply.consumed for reply in reversed(replies)), min)][::-1]
+            first = [*accumulate((consumed for _, consumed, _ in reversed(replies)), min)][::-1]
             kind = GRADIENT_FREED if of_gradients else OUTPUT_FREED
-            for message in messages:
-                if (after := bisect_left(sent, message.consumed)) < len(first):
-                    freed.setdefault(first[after], []).append((message.stage, kind))
+            for _, consumed, stage in messages:
+                if (after := bisect_left(sent, consumed)) < len(first):
+                    freed.setdefault(first[after], []).append(places[stage] + kind)
         return freed
 
 

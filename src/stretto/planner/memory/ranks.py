@@ -89,6 +89,19 @@ class MemoryJob:
             return "none"
         return self.modes[block] if self.modes else self.compute.recompute
 
+    @cached_property
+    def kinds(self) -> list[int]:
+        """A number for each layer, the same for those with equal memory."""
+        numbers = dict[object, int]()
+        layers = (layer_of(self.shape, layer) for layer in range(self.shape.chain))
+        keys = ((of.kind, of.shape, of.decoder, self.mode(layer)) for layer, of in enumerate(layers))
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+    @cached_property
+    def stage_memories(self) -> dict[object, StageMemory]:
+        """Memories of stages so far (`stage_memory_of`): most are alike."""
+        return {}
+
     def layers_of(self, rank: int) -> list[int]:
         """All layers of a pipeline rank, of both copies if the program has two."""
         depth = self.program.depth
@@ -192,26 +205,32 @@ def stage_memory_of(
         before: reductions of earlier microbatches that are under way; see `StageUnits.resident`.
     """
     shape, compute = job.shape, job.compute
+    layers, units = job.stages[stage], units or job.units(stage)
+    resident, split = units.resident(before), units.resident(before, split=True)
+    messages = message_bytes(shape, compute, layers[0]), message_bytes(shape, compute, layers[-1] + 1)
     trained = job.state_config.trained
-    layers = job.stages[stage]
-    alike, memories = dict[object, LayerMemory](), list[LayerMemory]()  # equal layers once
-    for layer in layers:
-        chain_layer, mode = layer_of(shape, layer), job.mode(layer)
-        reached = layer >= reached_by_backward(shape, layers, trained)
-        updated = not trained.freeze or trained_share(shape, layer, trained) > 0
-        key = chain_layer.kind, id(chain_layer.shape), chain_layer.decoder, mode, reached, updated
-        if key not in alike:
-            of_mode = replace(compute, recompute=mode)
-            alike[key] = layer_memory(shape, of_mode, layer, job.separate_gradients, reached, trained=updated)
-        memories.append(alike[key])
-    last = compute.for_layer(layer_of(shape, layers[-1]))
-    return stage_memory(
-        memories,
-        boundary=compute.element * last.shard * shape.hidden,
-        resident=(units or job.units(stage)).resident(before),
-        split=(units or job.units(stage)).resident(before, split=True),
-        messages=(message_bytes(shape, compute, layers[0]), message_bytes(shape, compute, layers[-1] + 1)),
-    )
+    kinds = tuple(job.kinds[layers.start : layers.stop])
+    key = kinds, resident, split, messages, stage if trained.freeze else None
+    if key not in job.stage_memories:
+        alike, memories = dict[object, LayerMemory](), list[LayerMemory]()  # equal layers once
+        for layer in layers:
+            reached = layer >= reached_by_backward(shape, layers, trained)
+            updated = not trained.freeze or trained_share(shape, layer, trained) > 0
+            kind = job.kinds[layer], reached, updated
+            if kind not in alike:
+                of_mode = replace(compute, recompute=job.mode(layer))
+                separate = job.separate_gradients
+                alike[kind] = layer_memory(shape, of_mode, layer, separate, reached, trained=updated)
+            memories.append(alike[kind])
+        last = compute.for_layer(layer_of(shape, layers[-1]))
+        job.stage_memories[key] = stage_memory(
+            memories,
+            boundary=compute.element * last.shard * shape.hidden,
+            resident=resident,
+            split=split,
+            messages=messages,
+        )
+    return job.stage_memories[key]
 
 
 @lru_cache(maxsize=4096)
