@@ -182,6 +182,8 @@ def shortened(argv: list[str]) -> list[str]:
     """The command with overrides that make its job tiny; its layout, text and name stay."""
     if argv[:2] == ["stretto", "data"]:
         return swapped(argv, vocab="512", samples="2000")
+    if argv[:3] == ["stretto", "schedule", "auto"]:
+        return swapped(argv, microbatches="4")
     if argv[:2] == ["stretto", "plan"] and "--fix" not in argv:
         return [*argv, "--seconds=0.5"]
     if argv[:2] == ["stretto", "verify"] and not {"--steps", "--layouts"} & {*argv}:
@@ -207,4 +209,5 @@ def shortened(argv: list[str]) -> list[str]:
     more = ("model.layers=1", "--steps=1", "--ranks=1") if every else ()
     from_file = "examples/my_model.yaml" in argv  # no other field than its arguments changes the model
     tiny = [word for word in TINY if not (from_file and word.startswith(("model.", "data.vocab")))]
+    tiny += ["model.arguments={vocab: 1024, positions: 64, layers: 2}"] if from_file else []
     return [*swapped(argv, profile="1:2"), *tiny, *text, *ranks, *more]

@@ -18,8 +18,6 @@ from stretto.engine.checkpoint.read import read_whole
 from stretto.job.lora import is_adapter
 from tiny_job import write_text
 
-pytestmark = pytest.mark.apart
-
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:

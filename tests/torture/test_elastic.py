@@ -29,8 +29,6 @@ from stretto.run.train.replan import for_ranks
 from tiny_job import LLAMA, job
 from train_runs import Hook, around_step, at_step, keep_samples, losses, send_self, tensors, train
 
-pytestmark = pytest.mark.apart
-
 STEPS = 8
 LISTED = "elastic.layouts=[{dp: 3}, {pp: 2, micro_size: 2, schedule: gpipe}, {}]"
 PLANNED = "elastic.layouts=auto"

@@ -104,7 +104,14 @@ def lines(layout: Layout, exchange: Exchange, rank: int, node: int) -> list[str]
 
 @pytest.mark.parametrize(
     ("layout", "node", "encoder_pp"),
-    [*((layout, node, 0) for layout, node in zip(LAYOUTS, (4, 6, 4, 6, 4), strict=True)), (LAYOUTS[4], 6, 2)],
+    [
+        (LAYOUTS[0], 4, 0),
+        pytest.param(LAYOUTS[1], 6, 0, marks=pytest.mark.slow),
+        (LAYOUTS[2], 4, 0),
+        (LAYOUTS[3], 6, 0),
+        pytest.param(LAYOUTS[4], 4, 0, marks=pytest.mark.slow),
+        (LAYOUTS[4], 6, 2),
+    ],
     ids=str,
 )
 def test_every_rank_has_its_groups_and_messages(

@@ -222,7 +222,7 @@ def test_loss_is_summed_in_at_least_float32(inputs: torch.dtype, summed: torch.d
     assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama-grouped"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "llama-grouped"])
 def test_compiles_as_one_graph(name: str):
     model, ids = initialised(SHAPES[name]), some_ids(SHAPES[name])
     compiled = torch.compile(model, fullgraph=True, backend="eager")

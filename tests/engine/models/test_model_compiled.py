@@ -70,7 +70,7 @@ def gradients(model: LanguageModel) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "shape",
-    [LLAMA, EXPERTS, pytest.param(SANDWICH, marks=pytest.mark.slow)],
+    [pytest.param(LLAMA, marks=pytest.mark.slow), EXPERTS, pytest.param(SANDWICH, marks=pytest.mark.slow)],
     ids=["llama", "experts", "sandwich"],
 )
 def test_gradients_are_those_of_the_plain_model_and_layers_share_graphs(

@@ -188,10 +188,9 @@ def every_schedule(ranks: int, ways: Ways, wanted: Sequence[str] = ()) -> int:
     return len(chosen)
 
 
-def with_tensor_parallel() -> None:
+def with_tensor_parallel(shape: ModelShape, name: str, ways: Ways) -> None:
     mesh = Mesh(Layout(tp=2, pp=2))
-    for shape, name, ways in ((GPT, "zb-v", ALIKE[:1]), (LLAMA, "1f1b", ALIKE[1:])):
-        compare(shape, schedule(name, 2, 4), mesh, f"{name} tp2", ways)
+    compare(shape, schedule(name, 2, 4), mesh, f"{name} tp2", ways)
     mesh.close()
 
 
@@ -215,8 +214,13 @@ def test_every_schedule_with_every_kind_of_layer(ranks: int):
     assert min(on_ranks(ranks, every_schedule, ranks, (*ALIKE, *MIXED))) >= 15
 
 
-def test_tensor_parallel():
-    on_ranks(4, with_tensor_parallel)
+@pytest.mark.parametrize(
+    ("shape", "name", "ways"),
+    [(GPT, "zb-v", ALIKE[:1]), pytest.param(LLAMA, "1f1b", ALIKE[1:], marks=pytest.mark.slow)],
+    ids=["gpt", "llama"],
+)
+def test_tensor_parallel(shape: ModelShape, name: str, ways: Ways):
+    on_ranks(4, with_tensor_parallel, shape, name, ways)
 
 
 def test_programs_with_recomputation_and_offload():

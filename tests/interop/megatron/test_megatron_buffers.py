@@ -68,7 +68,7 @@ def cut_over(ranks: Ranks, **more: Any) -> dict[str, Any]:
         (LLAMA, Ranks(tp=2, pp=2, stages=FOUR, limit=1500)),
         (LLAMA, Ranks(tp=2, pp=2, stages=((0,), (1,), (2,), (3,)), limit=1500, modules=PLAIN)),
         (LLAMA, Ranks(pp=3, stages=((), (0, 1, 2, 3), ()), limit=100)),
-        (MOE, Ranks(tp=2, pp=2, stages=FOUR, limit=1500, grouped=False)),
+        pytest.param(MOE, Ranks(tp=2, pp=2, stages=FOUR, limit=1500, grouped=False), marks=pytest.mark.slow),
         (MOE, Ranks(tp=2, pp=2, ep=2, stages=FOUR, limit=1500)),
         (MOE, Ranks(tp=1, pp=2, ep=4, stages=FOUR, limit=1500, grouped=False)),
     ],

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
@@ -122,7 +122,6 @@ def moved_together() -> TableJob:
     )
 
 
-@settings(max_examples=60, deadline=None)
 @example(moved_together())
 @given(jobs())
 def test_within_a_tenth_of_the_optimum(job: TableJob):
