@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf, lcm
@@ -328,6 +328,9 @@ class BranchAndBound:
             self._prices[layout] = cost_factor(layout, self.task)
         return self._prices[layout]
 
+    def _cost_bound(self, seconds: float, layout: Layout) -> float:
+        return seconds * self._price(layout) * (1 + self.task.tolerance)
+
     def _push(self, seconds: float, layout: Layout, node: _Node, parent_bound: float = 0.0) -> None:
         """Put a node on the heap, unless it cannot be among the best: a partial choice by its bound plus the
         tolerance, a timed candidate by its exact time.
@@ -378,7 +381,7 @@ class BranchAndBound:
     def _floor(self, parallelism: Parallelism, smallest: int) -> float:
         """The bound on the cost of a split with microbatches of this size or larger ones."""
         seconds = self.bounds.floor(replace(parallelism, micro_batch=self._largest), smallest)
-        return seconds * self._price(parallelism.layout) * (1 + self.task.tolerance)
+        return self._cost_bound(seconds, parallelism.layout)
 
     def _candidates_of(self, parallelism: Parallelism) -> int:
         return len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
@@ -392,14 +395,15 @@ class BranchAndBound:
             lowest = self._unexpanded[0][0]
             if lowest > self._worst_wanted() or (self._heap and lowest * excess > self._heap[0][0]):
                 break
-            floors = dict[Parallelism, float]()
+            parallelisms, floors = list[Parallelism](), list[float]()
             while self._unexpanded and self._unexpanded[0][0] <= _CHUNK_RANGE * lowest:
                 bound, _, choice = heapq.heappop(self._unexpanded)
                 if isinstance(choice, Parallelism):
-                    floors[choice] = bound
+                    parallelisms.append(choice)
+                    floors.append(bound)
                 else:
                     self._expand_layout(*choice)
-            self._group(floors)
+            self._group(parallelisms, floors)
 
     def _expand_layout(self, layout: Layout, expert_tp: int | None) -> None:
         """Bound a layout with each microbatch."""
@@ -407,33 +411,38 @@ class BranchAndBound:
             candidates = self._candidates_of(parallelism)
             self.candidates += candidates
             if candidates and self._floor(parallelism, parallelism.micro_batch) <= self._worst_wanted():
-                bound = self.bounds.parallelism(parallelism) * self._price(layout) * (1 + self.task.tolerance)
+                bound = self._cost_bound(self.bounds.parallelism(parallelism), layout)
                 if bound <= self._worst_wanted():
                     heapq.heappush(self._unexpanded, (bound, next(self._tie_breaker), parallelism))
 
-    def _group(self, floors: Mapping[Parallelism, float]) -> None:
+    def _group(self, parallelisms: Sequence[Parallelism], floors: Sequence[float]) -> None:
         """Bound parallelisms with every schedule, in groups.
 
         Args:
             floors: bounds on the cost of each with any schedule.
         """
-        groups = dict[tuple[ScheduleChoice, int, int], list[Parallelism]]()
-        for parallelism in floors:
-            pp = parallelism.layout.pp
-            microbatches = self.task.microbatches(parallelism)
-            for choice in self.space.schedules(parallelism):
-                if self.space.exists(choice, pp):
-                    filling = filling_microbatches(choice, pp, microbatches)
-                    groups.setdefault((choice, pp, filling), []).append(parallelism)
+        groups = dict[tuple[ScheduleChoice, int, int], list[int]]()
+        groups_of = dict[tuple[int, int], list[list[int]]]()  # by pipeline ranks and microbatches
+        for index, parallelism in enumerate(parallelisms):
+            pp, microbatches = parallelism.layout.pp, self.task.microbatches(parallelism)
+            if (pp, microbatches) not in groups_of:
+                choices = [c for c in self.space.schedules(parallelism) if self.space.exists(c, pp)]
+                keys = [(choice, pp, filling_microbatches(choice, pp, microbatches)) for choice in choices]
+                groups_of[pp, microbatches] = [groups.setdefault(key, []) for key in keys]
+            for group in groups_of[pp, microbatches]:
+                group.append(index)
         savings = [self.space.first_saving()]
         for (choice, _, _), group in groups.items():
-            seconds = self.bounds.schedules(group, choice, savings, [0] * len(group))
-            costs = map(max, [floors[p] for p in group], self._costs_of(group, seconds))
-            self._push_group(choice, group, list(costs))
+            members = [parallelisms[n] for n in group]
+            seconds = self.bounds.schedules(members, choice, savings, [0] * len(group))
+            costs = self._costs_of(members, seconds, [floors[n] for n in group])
+            self._push_group(choice, members, costs)
 
-    def _costs_of(self, parallelisms: Sequence[Parallelism], seconds: Sequence[float]) -> list[float]:
-        prices = [self._price(parallelism.layout) for parallelism in parallelisms]
-        return [s * price * (1 + self.task.tolerance) for s, price in zip(seconds, prices, strict=True)]
+    def _costs_of(
+        self, parallelisms: Sequence[Parallelism], seconds: Sequence[float], floors: Sequence[float]
+    ) -> list[float]:
+        layouts = (parallelism.layout for parallelism in parallelisms)
+        return list(map(max, floors, map(self._cost_bound, seconds, layouts)))
 
     def _push_group(
         self,
@@ -442,7 +451,8 @@ class BranchAndBound:
         costs: Sequence[float],
         saved: bool = False,
     ) -> None:
-        order = sorted((n for n, c in enumerate(costs) if c <= self._worst_wanted()), key=costs.__getitem__)
+        worst = self._worst_wanted()
+        order = sorted((n for n, cost in enumerate(costs) if cost <= worst), key=costs.__getitem__)
         if order:
             bounds = [costs[n] for n in order]
             ordered = [parallelisms[n] for n in order]
@@ -486,9 +496,8 @@ class BranchAndBound:
                 continue
             fitting = [parallelisms[n] for n in fits]
             seconds = self.bounds.schedules(fitting, choice, row, [needed[n] for n in fits])
-            floors = [costs[indices[n]] for n in fits]
-            bounds = map(max, floors, self._costs_of(fitting, seconds))
-            self._push_group(choice, fitting, list(bounds), saved=True)
+            bounds = self._costs_of(fitting, seconds, [costs[indices[n]] for n in fits])
+            self._push_group(choice, fitting, bounds, saved=True)
 
     def _expand_shardings(self, parent_bound: float, node: _Scheduled) -> None:
         first_saving = self.space.first_saving()

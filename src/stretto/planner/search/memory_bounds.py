@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
-from operator import add
+from operator import add, mul, sub
 from typing import NamedTuple
 
 from stretto.errors import StrettoError
@@ -21,7 +21,7 @@ from stretto.job.chain import is_block, kind_counts, layer_of, non_blocks_among
 from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.finetune import TrainedParameters
 from stretto.job.flops import Recompute as Mode
-from stretto.job.job import Job, Recompute
+from stretto.job.job import Job, RecomputeMode
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.counts.compute import ELEMENT_BYTES, ComputeConfig
@@ -44,6 +44,9 @@ from stretto.program.schedules.traits import is_searched
 _WAITING_WEIGHTS = 0.5, 8.0
 _DEEP_PIPELINE = 64  # ranks from which on programs are so expensive that a looser bound pays off
 _SAMPLE_RANKS, _SAMPLE_MICROBATCHES = 2, 16  # ranks, and more microbatches than most schedules hold on them
+
+
+_Recomputed = tuple[RecomputeMode, int | None]  # mode and first blocks of a stage: what activations depend on
 
 
 class PeakState(NamedTuple):
@@ -153,22 +156,21 @@ class MemoryBound:
         return fit([RankMemory(rank=0, weights=self.states, activations=self.activations)], device, reserve)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stage:
+class _Stage(NamedTuple):
     """The layers of a stage, as far as memory depends on them.
 
     Attributes:
         counts: number of blocks of each kind.
         final: kind of its last block, with which its backward begins.
         ends: how many of `MemoryBounds.ends` it has: embedding, head, and the layer between two stacks.
-        start: its first block.
+        start: its first block if its blocks are of several kinds, else None.
         head: True if it ends with the head.
     """
 
     counts: tuple[int, ...]
     final: int
     ends: tuple[int, ...]
-    start: int
+    start: int | None
     head: bool
 
 
@@ -186,14 +188,19 @@ class _Rank:
     peaks: tuple[PeakState, ...]
 
 
-class _Layer(NamedTuple):
-    """Bytes of a layer for one microbatch: kept with its input, kept between I and W, and the peak of its
-    backward beyond what it keeps.
+class _LayerBytes(NamedTuple):
+    """Bytes of each of some layers for one microbatch: kept with its input, kept between I and W, and the
+    peak of its backward beyond what it keeps.
     """
 
-    saved: int
-    held_until_w: int
-    backward: int
+    saved: tuple[int, ...]
+    held_until_w: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+# for each recomputation the mode of blocks that are not among the first, recomputed ones, how many of each
+# kind these are, and the mode of the last block
+_Again = list[tuple[Mode, tuple[int, ...], Mode]]
 
 
 class _StageBytes(NamedTuple):
@@ -213,13 +220,13 @@ class MemoryBounds:
         self.task, self.work = task, work or SearchWork()
         # the first layer of each kind of block
         self._kinds = first_blocks(task.shape)
-        self.ends = non_blocks_among(task.shape, range(task.shape.chain))  # the layers that are no blocks
+        self.ends = tuple(non_blocks_among(task.shape, range(task.shape.chain)))  # that are no blocks
         self._ranks = dict[object, tuple[_Rank, ...]]()
         self._states = dict[object, tuple[int, ...]]()
-        self._layers = dict[object, _Layer]()
+        self._layers = dict[object, _LayerBytes]()
         self._places = dict[object, int]()
         self._bounds = dict[Candidate, MemoryBound]()
-        self._activations = dict[object, dict[Recompute, tuple[int, ...]]]()  # of sampled ranks
+        self._activations = dict[object, dict[_Recomputed, tuple[int, ...]]]()  # of sampled ranks
         # the stages of the sampled ranks; one object for all schedules that place layers alike
         self._placed = dict[object, tuple[tuple[range, ...], ...]]()
         self._placements = dict[tuple[tuple[range, ...], ...], tuple[tuple[range, ...], ...]]()
@@ -229,12 +236,15 @@ class MemoryBounds:
         sizes = layout.tp, layout.cp, layout.ep, layout.dp, layout.pp, expert_tp
         key = sizes, dp, saving.offload, saving.parameters
         if key not in self._places:
-            parallelism = Parallelism(
-                layout=layout, expert_tp=expert_tp, micro_batch=1, sequence_parallel=False, context="ring"
-            )
-            job = Candidate(parallelism, ScheduleChoice(PLAIN), dp, saving).job(self.task)
-            self._places[key] = _states(job, (range(self.task.shape.chain),)) // layout.pp
+            job, shares = self._job(layout, dp, saving)
+            self._places[key] = _states(job, shares, (range(self.task.shape.chain),)) // layout.pp
         return self._places[key]
+
+    def _job(self, layout: Layout, dp: DataParallelSettings, saving: Saving) -> tuple[Job, Shares]:
+        """The job as far as its states depend on it."""
+        dp = replace(dp, offload=saving.offload, offload_parameters=saving.parameters)
+        job = replace(self.task.job, layout=layout, dp=dp)
+        return job, Shares.of(ComputeConfig.of(job))
 
     def of(self, candidate: Candidate) -> MemoryBound:
         """Return the bound of a candidate."""
@@ -275,53 +285,47 @@ class MemoryBounds:
         self, parallelisms: Sequence[Parallelism], choice: ScheduleChoice, savings: Sequence[Saving]
     ) -> list[list[tuple[int, ...]]]:
         """Bytes of activations of each parallelism with each saving, on the sampled ranks."""
-        recomputations = tuple(saving.recompute for saving in savings)
-        missing = [
-            parallelism
-            for parallelism in parallelisms
-            if not {*recomputations} <= self._activations.get((parallelism, choice), {}).keys()
-        ]
+        recomputed: list[_Recomputed] = [(s.recompute.mode, s.recompute.blocks) for s in savings]
+        entries = [self._activations.setdefault((parallelism, choice), {}) for parallelism in parallelisms]
+        different = {*recomputed}
+        missing = [index for index, entry in enumerate(entries) if not different <= entry.keys()]
         if missing:
             self.work.add("bounds", len(missing))
-            rows = self._activation_bytes(missing, choice, recomputations)
-            for parallelism, row in zip(missing, rows, strict=True):
-                entry = self._activations.setdefault((parallelism, choice), {})
-                entry |= zip(recomputations, row, strict=True)
-        entries = [self._activations[parallelism, choice] for parallelism in parallelisms]
-        return [[entry[r] for r in recomputations] for entry in entries]
+            rows = self._activation_bytes([parallelisms[n] for n in missing], choice, recomputed)
+            for index, row in zip(missing, rows, strict=True):
+                entries[index].update(zip(recomputed, row, strict=True))
+        return [[entry[r] for r in recomputed] for entry in entries]
 
     def _activation_bytes(
-        self, parallelisms: Sequence[Parallelism], choice: ScheduleChoice, recomputations: Sequence[Recompute]
+        self, parallelisms: Sequence[Parallelism], choice: ScheduleChoice, recomputed: Sequence[_Recomputed]
     ) -> list[list[tuple[int, ...]]]:
         """Bytes of activations of each parallelism with each recomputation, on the sampled ranks."""
         ranks = self._of_ranks(parallelisms[0], choice)
         # blocks that are not among the first recomputed ones of a stage
-        modes: list[Mode] = []
-        repeated = list[int]()
-        for recompute in recomputations:
-            every = recompute.mode in ("full", "auto") and recompute.blocks is None
-            modes.append(
-                "full" if every else "none" if recompute.mode in ("full", "auto") else recompute.mode
-            )
-            repeated.append(0 if every else recompute.blocks or 0)
-        again = dict[_Stage, list[tuple[int, ...]]]()  # recomputed blocks of each kind
+        modes, repeated = list[Mode](), list[int]()
+        for mode, blocks in recomputed:
+            every = mode in ("full", "auto") and blocks is None
+            modes.append("full" if every else "none" if mode in ("full", "auto") else mode)
+            repeated.append(0 if every else blocks or 0)
+        stages = dict[_Stage, _Again]()
         for stage in dict.fromkeys(stage for rank in ranks for stage in rank.distinct):
-            blocks, start = sum(stage.counts), stage.start
-            again[stage] = [
-                stage.counts if n >= blocks else kind_counts(self.task.shape, range(start, start + n))
-                for n in repeated
-            ]
+            again = zip(modes, [self._first(stage, n) for n in repeated], strict=True)
+            stages[stage] = [(mode, n, "full" if n == stage.counts else mode) for mode, n in again]
+        different: set[Mode] = {"full", *modes}
         result = list[list[tuple[int, ...]]]()
         for parallelism in parallelisms:
-            layers: dict[Mode, list[_Layer]] = {}
-            layers["full"] = [self._layer(parallelism, kind, "full") for kind in self._kinds]
-            for mode in sorted(set(modes)):
-                layers[mode] = [self._layer(parallelism, kind, mode) for kind in self._kinds]
-            ends = [self._layer(parallelism, end, "none") for end in self.ends]
-            sizes = {stage: _stage_bytes(stage, modes, n, layers, ends) for stage, n in again.items()}
+            layers = {mode: self._of_layers(parallelism, self._kinds, mode) for mode in sorted(different)}
+            ends = self._of_layers(parallelism, self.ends, "none")
+            sizes = {stage: _stage_bytes(stage, again, layers, ends) for stage, again in stages.items()}
             of_ranks = [_fullest(rank.peaks, [sizes[stage] for stage in rank.distinct]) for rank in ranks]
-            result.append([tuple(rank[n] for rank in of_ranks) for n in range(len(modes))])
+            result.append(list(zip(*of_ranks, strict=True)))
         return result
+
+    def _first(self, stage: _Stage, n: int) -> tuple[int, ...]:
+        """The first blocks of a stage, at most all, of each kind."""
+        if stage.start is None:
+            return tuple(min(n, count) for count in stage.counts)
+        return kind_counts(self.task.shape, range(stage.start, stage.start + min(n, sum(stage.counts))))
 
     def _kind_of(self, layer: int) -> int:
         """Index of a layer's kind of block; the first for the embedding, which may be all of a stage."""
@@ -360,12 +364,12 @@ class MemoryBounds:
     def _stage(self, stage: range) -> _Stage:
         shape = self.task.shape
         counts, start = kind_counts(shape, stage), stage.start + (not is_block(shape, stage.start))
-        # which kinds the first blocks are matters only if there are several kinds
+        # which kinds the first blocks are matters only if there are several kinds in the stage
         return _Stage(
             counts=counts,
             final=self._kind_of(stage.stop - 1),
             ends=tuple(int(layer in stage) for layer in self.ends),
-            start=start if len(counts) > 1 else min(self._kinds),
+            start=start if sum(map(bool, counts)) > 1 else None,
             head=shape.chain - 1 in stage,
         )
 
@@ -377,67 +381,55 @@ class MemoryBounds:
         placed = self._stages(choice, layout.pp)
         key = (layout, parallelism.expert_tp, id(placed), dp, saving.offload, saving.parameters)
         if key not in self._states:
-            job = Candidate(parallelism, choice, dp, saving).job(self.task)
+            job, shares = self._job(layout, dp, saving)
             # when the rank is fullest, some stage computes, with its weights gathered
             self._states[key] = tuple(
-                _states(job, stages) + min(_gathered(job, stage) for stage in stages) for stages in placed
+                _states(job, shares, stages) + min(_gathered(job, shares, stage) for stage in stages)
+                for stages in placed
             )
         return self._states[key]
 
-    def _layer(self, parallelism: Parallelism, layer: int, mode: Mode) -> _Layer:
-        """The bytes of a single layer."""
+    def _of_layers(self, parallelism: Parallelism, layers: tuple[int, ...], mode: Mode) -> _LayerBytes:
+        """The bytes of single layers."""
         layout = parallelism.layout
-        sizes = (
-            layout.tp,
-            layout.cp,
-            layout.ep,
-            parallelism.expert_tp,
-            parallelism.micro_batch,
-            parallelism.sequence_parallel,
-        )
-        key = sizes, parallelism.context, layer, mode
+        sizes = layout.tp, layout.cp, layout.ep, parallelism.expert_tp, parallelism.micro_batch
+        key = sizes, parallelism.sequence_parallel, parallelism.context, layers, mode
         if key not in self._layers:
-            self.work.add("layer memory")
-            job = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallelSettings(), Saving()).job(
-                self.task
-            )
-            compute = replace(ComputeConfig.of(job), recompute=mode)
-            layer_compute = compute.for_layer(layer_of(self.task.shape, layer))
-            boundary = layer_compute.element * layer_compute.shard * self.task.shape.hidden
-            # which layers are reached depends on where they are, and these stand for all of their kind
-            reached = not self.task.job.trained.freeze
-            work = layer_memory(self.task.shape, compute, layer, reached=reached)
-            alone = stage_memory([work], boundary)
-            self._layers[key] = _Layer(
-                saved=work.saved - (work.input_bytes if work.ends and layer == 0 else 0),
-                held_until_w=max(0, work.queued),
-                backward=max(0, min(alone.backward, alone.split)),
-            )
+            plain = ScheduleChoice(PLAIN), DataParallelSettings(), Saving()
+            compute = ComputeConfig.of(Candidate(parallelism, *plain).job(self.task))
+            each = [self._layer(replace(compute, recompute=mode), layer) for layer in layers]
+            self._layers[key] = _LayerBytes(*zip(*each, strict=True))
         return self._layers[key]
+
+    def _layer(self, compute: ComputeConfig, layer: int) -> tuple[int, int, int]:
+        self.work.add("layer memory")
+        layer_compute = compute.for_layer(layer_of(self.task.shape, layer))
+        boundary = layer_compute.element * layer_compute.shard * self.task.shape.hidden
+        # which layers are reached depends on where they are, and these stand for all of their kind
+        reached = not self.task.job.trained.freeze
+        work = layer_memory(self.task.shape, compute, layer, reached=reached)
+        alone = stage_memory([work], boundary)
+        saved = work.saved - (work.input_bytes if work.ends and layer == 0 else 0)
+        return saved, max(0, work.queued), max(0, min(alone.backward, alone.split))
 
 
 def _stage_bytes(
-    stage: _Stage,
-    modes: Sequence[Mode],
-    again: Sequence[tuple[int, ...]],
-    layers: Mapping[Mode, Sequence[_Layer]],
-    ends: Sequence[_Layer],
+    stage: _Stage, again: _Again, layers: Mapping[str, _LayerBytes], ends: _LayerBytes
 ) -> _StageBytes:
-    """Bytes of a stage, with a layer of each kind by mode and recomputed, for each recomputation: the mode of
-    blocks that are not recomputed as a whole, and how many of each kind are (`again`).
-    """
-    full, of_ends = layers["full"], sum(end.saved * n for end, n in zip(ends, stage.ends, strict=True))
-    in_flight, backward = list[int](), list[int]()
-    for mode, counts in zip(modes, again, strict=True):
-        of_mode, total = layers[mode], of_ends
-        for kind, count in enumerate(counts):
-            total += count * full[kind].saved + (stage.counts[kind] - count) * of_mode[kind].saved
-        in_flight.append(total)
-        final = of_mode if counts != stage.counts else full
-        backward.append(ends[-1].backward if stage.head else final[stage.final].backward)
-    waiting = sum(layer.held_until_w * count for layer, count in zip(full, stage.counts, strict=True))
-    waiting += stage.head * ends[-1].held_until_w
-    return _StageBytes(in_flight, backward, max(0, waiting - min(layer.saved for layer in full)))
+    """Bytes of a stage with each recomputation, with a layer of each kind by mode."""
+    full, of_ends = layers["full"], sum(map(mul, ends.saved, stage.ends))
+    # bytes if no first blocks are recomputed, and how many more each of them has, by its kind
+    plain, more = dict[str, int](), dict[str, list[int]]()
+    for mode, of_mode in layers.items():
+        plain[mode] = of_ends + sum(map(mul, of_mode.saved, stage.counts))
+        more[mode] = list(map(sub, full.saved, of_mode.saved))
+    in_flight = [plain[mode] + sum(map(mul, more[mode], counts)) for mode, counts, _ in again]
+    waiting = sum(map(mul, full.held_until_w, stage.counts))
+    if stage.head:
+        backward, waiting = [ends.backward[-1]] * len(again), waiting + ends.held_until_w[-1]
+    else:
+        backward = [layers[last].backward[stage.final] for _, _, last in again]
+    return _StageBytes(in_flight, backward, max(0, waiting - min(full.saved)))
 
 
 def _fullest(peaks: Sequence[PeakState], stages: Sequence[_StageBytes]) -> list[int]:
@@ -445,11 +437,10 @@ def _fullest(peaks: Sequence[PeakState], stages: Sequence[_StageBytes]) -> list[
     fullest = [0] * len(stages[0].in_flight)
     for peak in peaks:
         waiting = sum(count * stage.waiting for count, stage in zip(peak.waiting, stages, strict=True))
-        for n, backward in enumerate(stages[peak.stage_index].backward):
-            total = backward + waiting
-            for count, stage in zip(peak.in_flight, stages, strict=True):
-                total += count * stage.in_flight[n]
-            fullest[n] = max(fullest[n], total)
+        sizes = [waiting + backward for backward in stages[peak.stage_index].backward]
+        for count, stage in zip(peak.in_flight, stages, strict=True):
+            sizes = [size + count * each for size, each in zip(sizes, stage.in_flight, strict=True)]
+        fullest = list(map(max, fullest, sizes))
     return fullest
 
 
@@ -491,11 +482,6 @@ def memory_budget(device: Device, reserve: float | None) -> float:
     return low
 
 
-def _elements(job: Job, stages: Sequence[range]) -> Elements:
-    """Parameters of these stages; a tied one is counted once."""
-    return _elements_of(job.shape, tuple(stages), Shares.of(ComputeConfig.of(job)), job.trained)
-
-
 @lru_cache(maxsize=16384)
 def _elements_of(
     shape: ModelShape, stages: tuple[range, ...], shares: Shares, trained: TrainedParameters
@@ -513,11 +499,11 @@ def _elements_of(
     return total
 
 
-def _states(job: Job, stages: Sequence[range]) -> int:
+def _states(job: Job, shares: Shares, stages: tuple[range, ...]) -> int:
     """Bytes of the states of a rank's stages, without padding and without parameters that stay
     in more bits.
     """
-    elements = _elements(job, stages)
+    elements = _elements_of(job.shape, stages, shares, job.trained)
     weight = ELEMENT_BYTES[job.precision.dtype]
     half, away = weight == 2, job.dp.offload != "none" and not job.unified_memory
     gradient = 2 if half and job.precision.gradients == "same" else max(4, weight)
@@ -537,9 +523,9 @@ def _states(job: Job, stages: Sequence[range]) -> int:
     return int(total)
 
 
-def _gathered(job: Job, stage: range) -> int:
+def _gathered(job: Job, shares: Shares, stage: range) -> int:
     """Bytes of a stage's weights if they are gathered stage by stage, else 0."""
     if job.dp.gathers(job.layout.pp) != "stage" or job.dp.sizes(job.copies).parameters == 1:
         return 0
-    elements = _elements(job, (stage,))
+    elements = _elements_of(job.shape, (stage,), shares, job.trained)
     return ELEMENT_BYTES[job.precision.dtype] * (elements.dense + elements.frozen_dense)

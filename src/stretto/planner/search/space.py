@@ -23,7 +23,7 @@ from stretto.job.rules import problems
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.machines.cluster import group_of
-from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
+from stretto.planner.search.task import Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.program import PLAIN, entry, names, schedule
 from stretto.program import options as options_of
 from stretto.program.program import Program
@@ -40,9 +40,10 @@ class Space:
     def __init__(self, task: SearchTask) -> None:
         self.task = task
         self.rejected: dict[str, tuple[int, str]] = {}
-        self._legality: dict[object, bool] = {}
+        self._problems: dict[object, list[Problem]] = {}
+        self._counted: set[object] = set()
         self._schedules: dict[tuple[int, int], list[ScheduleChoice]] = {}
-        self._sharings: dict[Layout, Sequence[DataParallelSettings]] = {}
+        self._sharings: dict[object, Sequence[DataParallelSettings]] = {}
         self._supported: dict[tuple[Mode, Saving], bool] = {}
         self._savings: dict[tuple[Saving, int, Mode], list[list[Saving]]] = {}
 
@@ -78,7 +79,6 @@ class Space:
         """The ways to split the layers of a layout over its ranks, with one sample in a microbatch."""
         parallel = self.values("sequence_parallel", (False, True) if layout.tp > 1 else (False,))
         contexts = self.values("context", ("ring", "ulysses") if layout.cp > 1 else ("ring",))
-        flat = replace(layout, pp=1)
         return [
             Parallelism(
                 layout=layout,
@@ -88,7 +88,7 @@ class Space:
                 context=context,
             )
             for sequence_parallel, context in product(parallel, contexts)
-            if self._split_is_legal(flat, expert_tp, sequence_parallel, context)
+            if self._split_is_legal(layout, expert_tp, sequence_parallel, context)
         ]
 
     def layouts(self) -> Iterator[tuple[Layout, int | None]]:
@@ -104,8 +104,10 @@ class Space:
                 if not self._split_is_legal(Layout(tp=tp), None, False, "ring"):
                     continue
                 for pp in self.values("pp", divisors(world // tp)):
-                    job = replace(self._job(Layout(pp=pp), None, False, "ring"), schedule=PLAIN)
-                    if world % (tp * pp) or not self._is_legal(("pp", pp), job):
+                    if pp not in self._problems:
+                        job = replace(self._job(Layout(pp=pp), None, False, "ring"), schedule=PLAIN)
+                        self._problems[pp] = problems(job)
+                    if world % (tp * pp) or not self._is_legal(pp, self._problems[pp]):
                         continue
                     for cp in self.values("cp", divisors(world // tp // pp)):
                         dp, remainder = divmod(world, tp * pp * cp)
@@ -124,13 +126,15 @@ class Space:
                     self.reject("layout.ep", error.message)
 
     def _split_is_legal(
-        self, flat: Layout, expert_tp: int | None, sequence_parallel: bool, context: ContextKind
+        self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: ContextKind
     ) -> bool:
         """True if the layers of a layout without a pipeline may be split in this way, for any batch."""
-        key = (flat.tp, flat.cp, flat.ep, flat.dp, expert_tp, sequence_parallel, context)
-        if key not in self._legality:
-            self._is_legal(key, self._job(flat, expert_tp, sequence_parallel, context))
-        return self._legality[key]
+        # no rule depends on the replicas, but each number of them counts
+        split = layout.tp, layout.cp, layout.ep, expert_tp, sequence_parallel, context
+        if split not in self._problems:
+            flat = replace(layout, pp=1)
+            self._problems[split] = problems(self._job(flat, expert_tp, sequence_parallel, context))
+        return self._is_legal((split, layout.dp), self._problems[split])
 
     def _job(
         self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: ContextKind
@@ -145,14 +149,12 @@ class Space:
             context=context,
         )
 
-    def _is_legal(self, key: object, job: Job) -> bool:
-        legal = self._legality.get(key)
-        if legal is None:
-            wrong = problems(job)
-            legal = self._legality[key] = not wrong
-            if wrong:
-                self.reject(wrong[0].field, wrong[0].message)
-        return legal
+    def _is_legal(self, choice: object, wrong: Sequence[Problem]) -> bool:
+        """True if a choice has no problems; else it is counted once."""
+        if wrong and choice not in self._counted:
+            self._counted.add(choice)
+            self.reject(wrong[0].field, wrong[0].message)
+        return not wrong
 
     def reject(self, field: str, example: str) -> None:
         """Count a choice that a rule rejected."""
@@ -174,11 +176,9 @@ class Space:
         """Schedules with their options for a layout and its number of microbatches. Some may not exist
         (`exists`), which only their programs tell.
         """
-        layout = parallelism.layout
-        microbatches = self.task.global_batch // (layout.dp * parallelism.micro_batch)
-        key = layout.pp, microbatches
+        key = parallelism.layout.pp, self.task.microbatches(parallelism)
         if key not in self._schedules:
-            considered = [name for name in names() if self._is_considered(name, layout.pp)]
+            considered = [name for name in names() if self._is_considered(name, key[0])]
             self._schedules[key] = [
                 ScheduleChoice(name, options)
                 for name in self.values("schedule", considered)
@@ -224,9 +224,10 @@ class Space:
 
     def sharings(self, layout: Layout) -> Sequence[DataParallelSettings]:
         """Ways to shard states over ranks with the same parameters: over all of them, or those of a node."""
-        if layout not in self._sharings:
-            self._sharings[layout] = self._sharings_of(layout)
-        return self._sharings[layout]
+        key = layout.tp, layout.cp, layout.dp, layout.pp  # experts share the ranks of these
+        if key not in self._sharings:
+            self._sharings[key] = self._sharings_of(layout)
+        return self._sharings[key]
 
     def _sharings_of(self, layout: Layout) -> Sequence[DataParallelSettings]:
         copies = layout.cp * layout.dp
@@ -304,16 +305,9 @@ class Space:
         """True if the framework of the plan can save memory this way in any layout."""
         key = mode, saving
         if self.task.refusals is not None and key not in self._supported:
-            devices = self.task.devices
-            parallelism = Parallelism(
-                layout=Layout(dp=devices),
-                expert_tp=None,
-                micro_batch=1,
-                sequence_parallel=False,
-                context="ring",
-            )
-            candidate = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallelSettings(mode=mode), saving)
-            wrong = self.task.refusals(replace(candidate.job(self.task), global_batch=devices))
+            job = self._job(Layout(dp=self.task.devices), None, False, "ring")
+            dp = replace(job.dp, mode=mode, offload=saving.offload, offload_parameters=saving.parameters)
+            wrong = self.task.refusals(replace(job, recompute=saving.recompute, dp=dp))
             self._supported[key] = not any(p.field.startswith(("recompute", "dp.offload")) for p in wrong)
         return self._supported[key]
 

@@ -38,6 +38,8 @@ from stretto.program.program import Program
 from stretto.program.schedules.registry import PLAIN
 from stretto.program.schedules.traits import is_searched, updates_within
 
+Counts = Sequence[tuple[int, int]]  # index of a layer or of a kind of block, and its number, if it is not 0
+
 
 class LayerSeconds(NamedTuple):
     """Seconds of a layer for one microbatch.
@@ -67,8 +69,8 @@ class RankLayers:
 
     stages: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
-    counts: tuple[int, ...]
-    before: tuple[int, ...]
+    counts: Counts
+    before: Counts
 
 
 @lru_cache(maxsize=4096)
@@ -90,8 +92,8 @@ def rank_layers(
         layers_of_rank = RankLayers(
             stages=tuple(rank_stages),
             blocks=blocks,
-            counts=(*ends_of_rank, *map(sum, zip(*blocks, strict=True))),
-            before=(*(int(layer < first) for layer in ends), *kind_counts(shape, range(first))),
+            counts=_counts((*ends_of_rank, *map(sum, zip(*blocks, strict=True)))),
+            before=_counts((*(int(layer < first) for layer in ends), *kind_counts(shape, range(first)))),
         )
         distinct[layers_of_rank] = None
     return tuple(distinct)
@@ -172,7 +174,7 @@ class TimeBounds:
         self._kinds = first_blocks(task.shape)
         self._ends = tuple(non_blocks_among(task.shape, range(task.shape.chain)))
         self._all = tuple(count for _, count in block_kinds(task.shape))
-        self._sized = dict[int, Cluster]()
+        self._sized = {task.devices: task.cluster}
         self._layers = dict[object, Layers]()
         self._parts = dict[object, list[LayerTime]]()
         self._alone = dict[object, LayerTime]()
@@ -180,6 +182,7 @@ class TimeBounds:
         self._ideal = dict[int, float]()  # by number of devices
         self._data = dict[object, tuple[_RankStages, ...]]()
         self._orders = dict[object, float]()
+        self._ranks = dict[tuple[ScheduleChoice, int], tuple[RankLayers, ...]]()
         self._stages = dict[object, list[list[tuple[float, float, float]]]]()
         names = task.fixed.get("schedule", ())
         self._drains = not task.asynchronous and not any(map(updates_within, names))  # every schedule
@@ -188,8 +191,6 @@ class TimeBounds:
         """The task's cluster with `world` devices: one object for each number, since caches compare clusters
         by identity.
         """
-        if world == self.task.devices:
-            return self.task.cluster
         if world not in self._sized:
             self._sized[world] = self.task.cluster.sized(world)
         return self._sized[world]
@@ -218,23 +219,21 @@ class TimeBounds:
         key = self._split(parallelism), mode, layers
         if key not in self._parts:
             self.work.add("layers")
-            plain = ScheduleChoice(PLAIN), DataParallelSettings(), Saving()
-            job = Candidate(parallelism, *plain).job(self.task)
-            compute = ComputeConfig.of(job)
-            self._parts[key] = [self._time(parallelism, mode, layer, compute) for layer in layers]
+            self._parts[key] = [self._time(parallelism, mode, layer) for layer in layers]
         return self._parts[key]
 
-    def _time(self, parallelism: Parallelism, mode: Mode, index: int, compute: ComputeConfig) -> LayerTime:
+    def _time(self, parallelism: Parallelism, mode: Mode, index: int) -> LayerTime:
         """The time of one layer; without experts it is the same however they are split."""
         layer = layer_of(self.task.shape, index)
         experts = layer.kind == "block" and layer.shape.moe is not None
         key = self._split(parallelism, experts), mode, index
         if key not in self._alone:
-            layer_compute = compute.for_layer(layer)
+            plain = ScheduleChoice(PLAIN), DataParallelSettings(), Saving()
+            compute = ComputeConfig.of(Candidate(parallelism, *plain).job(self.task)).for_layer(layer)
             time = layer_time(
                 shape=layer.shape,
                 kind=layer.kind,
-                compute=layer_compute if mode == "none" else replace(layer_compute, recompute=mode),
+                compute=compute if mode == "none" else replace(compute, recompute=mode),
                 layout=parallelism.layout,
                 cluster=self.cluster(parallelism.layout.world),
                 precision=precision_of(self.task.job),
@@ -314,31 +313,38 @@ class TimeBounds:
         """
         self.work.add("bounds", len(parallelisms))
         pp, shape = parallelisms[0].layout.pp, self.task.shape
-        program = existing_program(choice, pp)
-        stages, backwards = self.task.stages(program.depth), _backwards(choice, pp)
-        ranks, ends = rank_layers(choice, pp, stages, shape), len(self._ends)
-        again_on = dict[int, list[tuple[list[int], list[int]]]]()  # of each rank, by saving
+        program, backwards = existing_program(choice, pp), _backwards(choice, pp)
+        stages, ends = self.task.stages(program.depth), len(self._ends)
+        if (choice, pp) not in self._ranks:
+            self._ranks[choice, pp] = rank_layers(choice, pp, stages, shape)
+        ranks = self._ranks[choice, pp]
+        again_on = dict[int, list[tuple[Counts, Counts]]]()  # of each rank, by saving
         for n in set(chosen):
-            again = recomputed_blocks(stages, shape, savings[n].recompute.blocks)
+            again = list[tuple[int, ...]]()
+            if savings[n].recompute.mode not in ("none", "auto"):
+                again = recomputed_blocks(stages, shape, savings[n].recompute.blocks)
             on_and_before = [(rank.stages, range(min(rank.stages))) for rank in ranks]
-            again_on[n] = [(self._sum(again, on), self._sum(again, before)) for on, before in on_and_before]
+            again_on[n] = [(_sum(again, on), _sum(again, before)) for on, before in on_and_before]
         # each copy of the weights gets its part of the microbatches
         drains, copies = not updates_within(choice.name), program.copies
-        action = self.task.assumptions.software.action
+        action, of_all = (
+            self.task.assumptions.software.action,
+            _counts([*(1 for _ in self._ends), *self._all]),
+        )
         bounds = list[float]()
         for parallelism, n in zip(parallelisms, chosen, strict=True):
             forward, back, work, trip = self.layers(parallelism, "none", backwards).columns
-            mode, repeats = savings[n].recompute.mode, [0.0] * len(self._kinds)  # seconds of each kind
+            mode, repeats = savings[n].recompute.mode, list[float]()  # seconds of each kind
             if mode not in ("none", "auto"):
                 recomputed = self.layers(parallelism, mode, backwards).columns[2]
                 repeats = [r - w for r, w in zip(recomputed[ends:], work[ends:], strict=True)]
             each, odd = divmod(self.task.microbatches(parallelism), copies)
-            longest = _dot(trip, (*(1 for _ in self._ends), *self._all)) if drains else 0.0
+            longest = _dot(trip, of_all) if drains else 0.0
             for rank, (on_rank, before) in zip(ranks, again_on[n], strict=True):
                 starts, repeated = 2 * len(rank.blocks) * action, _dot(repeats, on_rank)
                 busy = each * (_dot(work, rank.counts) + starts + repeated)
                 if copies > 1:
-                    busy += odd * min(_dot(work[ends:], counts) for counts in rank.blocks)
+                    busy += odd * min(_dot(work[ends:], _counts(blocks)) for blocks in rank.blocks)
                 longest = max(longest, busy)
                 if drains:
                     wait, tail = _dot(forward, rank.before), _dot(back, rank.before) + _dot(repeats, before)
@@ -346,10 +352,6 @@ class TimeBounds:
                     longest = max(longest, wait + busy, wait + on_the_way + tail)
             bounds.append(self._corrected(longest, parallelism.layout.world))
         return bounds
-
-    def _sum(self, blocks: Sequence[Sequence[int]], stages: Sequence[int]) -> list[int]:
-        """Blocks of each kind in some of the stages."""
-        return [sum(blocks[stage][kind] for stage in stages) for kind in range(len(self._kinds))]
 
     def candidate(
         self, candidate: Candidate, job: Job, each: bool | None = None, program: Program | None = None
@@ -361,9 +363,8 @@ class TimeBounds:
             each: True if gradients are reduced with each microbatch, or None if that is not known.
             program: the job's program, if it exists already; it tells how often weights are gathered.
         """
-        parallelism = candidate.parallelism
-        layout = candidate.parallelism.layout
-        choice = candidate.schedule
+        parallelism, choice = candidate.parallelism, candidate.schedule
+        layout = parallelism.layout
         self.work.add("time bound")
         bound = self.schedule(parallelism, choice, candidate.saving)
         if updates_within(choice.name):
@@ -418,8 +419,7 @@ class TimeBounds:
         """Seconds of a stage for one microbatch: the forward, the least of all its work, and the longest
         backward.
         """
-        parallelism = candidate.parallelism
-        saving = candidate.saving
+        parallelism, saving = candidate.parallelism, candidate.saving
         shape = self.task.shape
         fastest = self.layers(parallelism, "none", _backwards(candidate.schedule, parallelism.layout.pp))
         slow = self.layers(parallelism, "full" if saving.recompute.mode != "none" else "none", "split")
@@ -465,11 +465,22 @@ def _seconds(time: LayerTime, backwards: str) -> LayerSeconds:
     return LayerSeconds(forward, min(back, unsplit), forward + min(back + weight, unsplit))
 
 
-def _dot(seconds: Sequence[float], counts: Sequence[int]) -> float:
+def _counts(counts: Sequence[int]) -> Counts:
+    return tuple((index, count) for index, count in enumerate(counts) if count)
+
+
+def _sum(blocks: Sequence[Sequence[int]], stages: Sequence[int]) -> Counts:
+    """Blocks of each kind in some of the stages; none if `blocks` is empty."""
+    return _counts(
+        [sum(of_kind) for of_kind in zip(*(blocks[stage] for stage in stages if blocks), strict=True)]
+    )
+
+
+def _dot(seconds: Sequence[float], counts: Counts) -> float:
     """Seconds of these counts of layers; by a loop, since `sum` rounds in another way from Python 3.12 on."""
     total = 0.0
-    for of_layer, count in zip(seconds, counts, strict=True):
-        total += of_layer * count
+    for index, count in counts:
+        total += seconds[index] * count
     return total
 
 
