@@ -178,7 +178,7 @@ class Layout:
             )
         sizes = {"tp": tp, "ep": self.ep, "dp": ranks // divisor, "pp": self.pp}
         grid = RankGrid({axis: sizes[axis] for axis in self.order.split("-") if axis != "cp"}, self.offset)
-        if self.pp > 1 and _starts(grid) != _starts(self.grid):
+        if self.pp > 1 and self.order != ORDER and _starts(grid) != _starts(self.grid):
             raise StrettoError(
                 f"order {self.order!r} puts the pipelines of expert and dense layers on different ranks",
                 hint=f"put pp last, as in {ORDER}, or make expert_tp x ep equal to tp x cp",

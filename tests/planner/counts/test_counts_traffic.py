@@ -21,7 +21,7 @@ def sizes(messages: tuple[Message, ...]) -> Counter[tuple[str, str, str]]:
     """Bytes by axis, kind and phase."""
     traffic = Counter[tuple[str, str, str]]()
     for message in messages:
-        traffic[message.axis, message.kind, message.phase] += message.count * message.size
+        traffic[message.axis, message.kind, message.phase] += message.times * message.size
     return traffic
 
 

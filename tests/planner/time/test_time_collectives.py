@@ -55,7 +55,7 @@ def script() -> ModuleType:
 def test_more_bytes_take_longer_and_no_bytes_no_time(name: str, kind: Collective) -> None:
     cluster = find_cluster(name)
     for group in (NodeGroup(2, 2), NodeGroup(8, 8), NodeGroup(8, 1), NodeGroup(32, 8), NodeGroup(1024, 4)):
-        group = replace(group, local=min(group.local, cluster.node))
+        group = group._replace(local=min(group.local, cluster.node))
         times = [collective_seconds(cluster, kind, 2.0**e, group) for e in (1, 10, 18, 20, 24, 30, 34)]
         assert all(0 < before < after for before, after in pairwise(times))
         assert collective_seconds(cluster, kind, 0.0, group) == 0

@@ -375,7 +375,7 @@ def test_a_ring_costs_only_what_attention_does_not_hide() -> None:
     ring = [m for m in block_traffic(SHAPE, compute) if m.axis == "cp" and m.phase == "F"]
     assert all(m.overlaps for m in ring)
     link = replace(CLUSTER, inner=NetworkLink(1e9, 0.0, "NVLink 3"))
-    ring_seconds = sum(m.count * collective_seconds(link, m.kind, m.size, NodeGroup(4, 4)) for m in ring)
+    ring_seconds = sum(m.times * collective_seconds(link, m.kind, m.size, NodeGroup(4, 4)) for m in ring)
     slower = SoftwareAssumptions().slowdown - 1
     assert slow.F["context"] == pytest.approx(ring_seconds - core + slower * core)
 

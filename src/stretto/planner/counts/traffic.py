@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from math import lcm
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from stretto.job.shape import ModelShape
 from stretto.planner.counts.compute import ComputeConfig
@@ -15,15 +14,14 @@ Phase = Literal["F", "R", "I", "W"]  # forward, the forward again, input gradien
 _COUNT = 8  # bytes of an int64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """A collective, or a message, of one rank.
 
     Attributes:
         axis: the group: "tp", "cp", "ep", "expert_tp", or several, as in "tp-cp".
         size: bytes, as `collective_seconds` takes them.
         phase: the action that it belongs to.
-        count: number of such messages.
+        times: number of such messages.
         overlaps: it overlaps with the layer's computation, as the keys and values of a ring do.
     """
 
@@ -31,7 +29,7 @@ class Message:
     kind: Collective
     size: int
     phase: Phase
-    count: int = 1
+    times: int = 1
     overlaps: bool = False
 
 
@@ -67,7 +65,7 @@ def block_traffic(
         again = core
     if compute.repeats("mlp" if shape.moe is None else "moe"):
         again += mlp
-    repeated = [replace(m, phase="R") for m in again if m.phase == "F"]
+    repeated = [m._replace(phase="R") for m in again if m.phase == "F"]
     return (*_kept_input(shape, compute), *core, *others, *repeated)
 
 
@@ -103,7 +101,7 @@ def output_traffic(
         if not chunked:
             yield message
         elif message.phase != "W":
-            yield replace(message, phase="I")
+            yield message._replace(phase="I")
 
 
 def loss_traffic(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:
@@ -119,7 +117,7 @@ def loss_traffic(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]
         for numbers in (1, 2):
             size = numbers * compute.statistic * tokens
             if size:
-                yield Message(axis="tp", kind="all-reduce", size=size, phase=phase, count=count)
+                yield Message(axis="tp", kind="all-reduce", size=size, phase=phase, times=count)
 
 
 # ------------------------------------------------------------------ dense layers
@@ -226,7 +224,7 @@ def _core(shape: ModelShape, compute: ComputeConfig, cp_index: int | None) -> It
 def _sends(counts: tuple[int, int], half: int, phase: Phase) -> Iterator[Message]:
     for size, count in zip((2 * half, half), counts, strict=True):
         if count:
-            yield Message(axis="cp", kind="send", size=size, phase=phase, count=count, overlaps=True)
+            yield Message(axis="cp", kind="send", size=size, phase=phase, times=count, overlaps=True)
 
 
 # ------------------------------------------------------------------ experts
@@ -272,8 +270,8 @@ def _dispatched_tokens(shape: ModelShape, compute: ComputeConfig) -> Iterator[Me
         yield Message(axis="expert_tp-ep", kind="all-gather", size=counts, phase="F")
     rows = compute.element * tokens * moe.top_k * hidden
     if compute.ep > 1:
-        yield Message(axis="ep", kind="all-to-all", size=rows, phase="F", count=2)
-        yield Message(axis="ep", kind="all-to-all", size=rows, phase="I", count=2)
+        yield Message(axis="ep", kind="all-to-all", size=rows, phase="F", times=2)
+        yield Message(axis="ep", kind="all-to-all", size=rows, phase="I", times=2)
     if slices > 1:
         for phase in ("F", "I"):
             yield Message(axis="expert_tp", kind="all-gather", size=slices * rows, phase=phase)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
@@ -110,8 +110,7 @@ class Cluster:
         return replace(self, nodes=-(-devices // self.node), last=devices % self.node or None)
 
 
-@dataclass(frozen=True)
-class NodeGroup:
+class NodeGroup(NamedTuple):
     """Ranks that communicate, at the same time as the other groups of their axis.
 
     Attributes:

@@ -94,7 +94,7 @@ def _linears(shape: ModelShape, compute: ComputeConfig) -> tuple[int, int]:
     if shape.latent is not None:
         # each rank of sequence parallelism makes the narrow vectors of its own tokens alone
         narrow = h * (shape.latent.kv_rank + shape.latent.rope_dim + (shape.latent.q_rank or 0))
-        around = compute.tokens * sum(rows * columns for rows, columns in attention_linears(shape, compute))
+        around = compute.tokens * sum(n * k for n, k in attention_linears(shape, compute.tp))
         around -= (compute.tokens - compute.shard) * narrow
     wide = 3 if shape.gated else 2  # matrices of an MLP
     if shape.moe is None:
@@ -439,7 +439,7 @@ class _Counting:
         for message in traffic:
             group = self.job.layout.group(self.rank, message.axis)
             about = message.axis, _PURPOSES[message.phase]
-            self._call(group, message.kind, message.size, about=about, times=times * message.count)
+            self._call(group, message.kind, message.size, about=about, times=times * message.times)
 
     # ------------------------------------------------------------------ data-parallel ranks
 
@@ -691,7 +691,7 @@ class _PartlyTrained:
             m for m in messages if m.axis != "tp" or (regathers and (m.phase, m.kind) == ("R", "all-gather"))
         ]
         around = [m for m in around if {"F": True, "R": reached}.get(m.phase, attention_reached)]
-        again = [replace(m, phase="R") for m in linears if m.phase == "F"]
+        again = [m._replace(phase="R") for m in linears if m.phase == "F"]
         return (*around, *linears, *(again if reached and compute.recompute == "full" else ()))
 
     def _reached(self) -> tuple[bool, bool]:

@@ -175,6 +175,9 @@ class Candidate:
     def job(self, task: SearchTask) -> Job:
         """The job that rules check and estimates price."""
         parallelism, saving = self.parallelism, self.saving
+        dp = self.dp
+        if (saving.offload, saving.parameters) != (dp.offload, dp.offload_parameters):
+            dp = replace(dp, offload=saving.offload, offload_parameters=saving.parameters)
         return replace(
             task.job,
             layout=parallelism.layout,
@@ -185,7 +188,7 @@ class Candidate:
             sequence_parallel=parallelism.sequence_parallel,
             context=parallelism.context,
             recompute=saving.recompute,
-            dp=replace(self.dp, offload=saving.offload, offload_parameters=saving.parameters),
+            dp=dp,
         )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import fsum
@@ -110,9 +109,10 @@ def kernels_back(work: KernelTimes) -> float:
     return _BACK * work.kernels
 
 
-def attention_linears(shape: ModelShape, compute: ComputeConfig) -> list[tuple[int, int]]:
-    """(output, input) features on one rank of the linears around attention. Projections down to latent
-    vectors are whole on every rank.
+@lru_cache(maxsize=4096)
+def attention_linears(shape: ModelShape, tp: int) -> tuple[tuple[int, int], ...]:
+    """(output, input) features on one of `tp` ranks of the linears around attention. Projections down to
+    latent vectors are whole on every rank.
     """
     linears: list[tuple[int, int]] = []
     for name, sizes in block_shapes(shape).items():
@@ -121,14 +121,31 @@ def attention_linears(shape: ModelShape, compute: ComputeConfig) -> list[tuple[i
         if around and len(sizes) == 2 and not is_adapter(name):
             rows, columns = sizes
             if name.startswith(("attn.proj", "cross.proj")):
-                columns //= compute.tp
+                columns //= tp
             elif "_down" not in name:
-                rows //= compute.tp
+                rows //= tp
             linears.append((rows, columns))
-    return linears
+    return tuple(linears)
 
 
 Seconds = tuple[float, float, float]  # of forward, input gradient and weight gradient
+Linears = tuple[tuple[int, int], ...]  # (output, input) features of each
+
+
+@lru_cache(maxsize=16384)
+def _products(
+    device: Device, linears: Linears, tokens: int, precision: Precision, batch: int, casts: float
+) -> Seconds:
+    def product(m: int, n: int, k: int) -> float:
+        return matmul_seconds(device=device, m=m, n=n, k=k, precision=precision, batch=batch, casts=casts)
+
+    forward = back = weight = 0.0
+    for n, k in linears:
+        slower = 1.0 / alignment(device, precision, n, k)
+        forward += slower * product(tokens, n, k)
+        back += slower * product(tokens, k, n)
+        weight += slower * product(n, k, tokens)
+    return forward, back, weight
 
 
 class _LayerKernels:
@@ -170,7 +187,7 @@ class _LayerKernels:
 
     def products(
         self,
-        linears: Sequence[tuple[int, int]],
+        linears: Linears,
         tokens: int,
         precision: Precision,
         batch: int = 1,
@@ -182,17 +199,9 @@ class _LayerKernels:
         """
         trained = self.shape.lora is None if trained is None else trained
 
-        def product(m: int, n: int, k: int) -> float:
-            return matmul_seconds(
-                device=self.device, m=m, n=n, k=k, precision=precision, batch=batch, casts=casts
-            )
-
-        forward = back = weight = 0.0
-        for n, k in linears:
-            slower = 1.0 / alignment(self.device, precision, n, k)
-            forward += slower * product(tokens, n, k)
-            back += slower * product(tokens, k, n)
-            weight += slower * product(n, k, tokens)
+        forward, back, weight = _products(
+            self.device, linears, tokens, precision=precision, batch=batch, casts=casts
+        )
         if (
             trained and self.software.serial
         ):  # the sum is read and written, in 32 bits if it persists beside .grad
@@ -200,7 +209,7 @@ class _LayerKernels:
             weight += pass_seconds(self.device, "add", size * batch * sum(n * k for n, k in linears))
         return forward, back, weight if trained else 0.0
 
-    def linears(self, linears: Sequence[tuple[int, int]], tokens: int) -> Seconds:
+    def linears(self, linears: Linears, tokens: int) -> Seconds:
         """Linears whose inputs norms and activations cast to 8 bits, as far as the software does."""
         return self.products(linears, tokens, self.precision, casts=self.software.casts)
 
@@ -222,7 +231,7 @@ class _LayerKernels:
                 inputs //= compute.tp
             elif "_down" not in module:
                 outputs //= compute.tp
-            narrow = [(rank, inputs), (outputs, rank)]
+            narrow = (rank, inputs), (outputs, rank)
             forward, back, weight = self.products(narrow, compute.tokens, self.exact, trained=True)
             each.append((forward + added(outputs), back + added(inputs), weight))
         return each
@@ -230,10 +239,10 @@ class _LayerKernels:
     def block(self) -> KernelTimes:
         shape, compute = self.shape, self.compute
         adapters = self.adapters()
-        parts = [self.linears(attention_linears(shape, compute), compute.tokens), self.mlp(), *adapters]
+        parts = [self.linears(attention_linears(shape, compute.tp), compute.tokens), self.mlp(), *adapters]
         if shape.encoder_layers:  # keys and values of the encoder's tokens
             keys_and_values = 2 * compute.kv_heads(shape) * shape.head_dim, shape.hidden
-            parts.append(self.linears([keys_and_values], compute.for_memory.tokens))
+            parts.append(self.linears((keys_and_values,), compute.for_memory.tokens))
         forward, back, weight = (fsum(part[index] for part in parts) for index in range(3))
         core, core_back = self.core(backward=False), self.core(backward=True)
         passes, passes_back = (self.passes * seconds for seconds in self.block_passes())
@@ -270,8 +279,8 @@ class _LayerKernels:
         moe = self.shape.moe
         up = 2 if shape.gated else 1
 
-        def dense(ffn: int, ranks: int) -> list[tuple[int, int]]:
-            return [(up * ffn // ranks, shape.hidden), (shape.hidden, ffn // ranks)]
+        def dense(ffn: int, ranks: int) -> Linears:
+            return (up * ffn // ranks, shape.hidden), (shape.hidden, ffn // ranks)
 
         if moe is None:
             return self.linears(dense(shape.ffn, compute.tp), compute.tokens)
@@ -283,7 +292,7 @@ class _LayerKernels:
         products = [tuple(imbalance * seconds for seconds in routed)]
         if moe.shared_ffn:
             products.append(self.linears(dense(moe.shared_ffn, compute.tp), compute.tokens))
-        products.append(self.products([(moe.experts, shape.hidden)], compute.shard, self.exact))
+        products.append(self.products(((moe.experts, shape.hidden),), compute.shard, self.exact))
         # tokens are sorted by expert, gathered, and put back in order
         moved = compute.element * compute.tokens * moe.top_k * shape.hidden * slices / compute.tp
         passes = passes_back = 4 * pass_seconds(self.device, "copy", 2 * moved)
@@ -380,7 +389,7 @@ class _LayerKernels:
         k = shape.hidden
         chunk = compute.loss_chunk_tokens(shape)
         times = compute.tokens / (chunk or compute.tokens)
-        products = self.products([(n, k)], chunk or compute.tokens, self.exact)
+        products = self.products(((n, k),), chunk or compute.tokens, self.exact)
         forward, back, weight = (times * seconds for seconds in products)
         logits = float(compute.tokens * n)
         # cast to 32 bits; maximum, sum of exponentials and target; then the gradient, cast to 16 bits

@@ -177,7 +177,7 @@ def _seconds(
     message: Message, shape: ModelShape, group: NodeGroup, cluster: Cluster, software: SoftwareAssumptions
 ) -> float:
     once = collective_seconds(cluster, message.kind, message.size, group)
-    return message.count * once * _waited(message, shape, group, software)
+    return message.times * once * _waited(message, shape, group, software)
 
 
 def exposed_seconds(talk: float, busy: float, slowdown: float) -> float:

@@ -244,7 +244,7 @@ def layer_seconds(
 
 def _seconds(message: Message, job: Job, cluster: Cluster) -> float:
     group = group_of(job.layout, message.axis, cluster.node)
-    return message.count * collective_seconds(cluster, message.kind, message.size, group)
+    return message.times * collective_seconds(cluster, message.kind, message.size, group)
 
 
 def _messages(job: Job, cluster: Cluster, program: Program) -> float:
