@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import COMPUTE, Action, ActionKind
 from stretto.program.program import Program, ScheduleError
 
 # kinds that may come between the two, and move before or after them when they run as one block
 _BEFORE = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
-_AFTER = frozenset({ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.OFFLOAD})
+_BETWEEN = _BEFORE | {ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.OFFLOAD}
 
 
 def check_pairs(program: Program) -> None:
@@ -39,8 +39,8 @@ def check_pairs(program: Program) -> None:
         last: Action | None = None
         other: Action | None = None  # an action after `last` that may not be within a pair
         for action in order:
-            if not action.kind.is_compute:
-                if action.kind not in _BEFORE | _AFTER:
+            if action.kind not in COMPUTE:
+                if action.kind not in _BETWEEN:
                     other = action
                 continue
             if last is not None and (last, action) in program.pairs:

@@ -110,11 +110,11 @@ class Program:
     @cached_property
     def copy_of(self) -> tuple[int, ...]:
         """The copy that each microbatch goes through, or -1 if no first stage has its F."""
-        copies = [-1] * self.microbatches
+        copies, F = [-1] * self.microbatches, ActionKind.F
         for stage in range(0, self.stages, self.depth):
             for action in self.orders[self.placement[stage]]:
                 stage_, kind, i = action
-                if stage_ == stage and kind is ActionKind.F and i is not None and 0 <= i < self.microbatches:
+                if stage_ == stage and kind is F and i is not None and 0 <= i < self.microbatches:
                     copies[i] = stage // self.depth
         return tuple(copies)
 

@@ -258,7 +258,8 @@ class _Replay:
         self.program = program
         self.data = [data_time(job, assumptions, cluster, stage) for stage in stages]
         self.each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"
-        split = any(action.kind is ActionKind.W for order in program.orders for action in order)
+        W = ActionKind.W  # a member of an enum is slow to reach on Python 3.11
+        split = any(kind is W for order in program.orders for _, kind, _ in order)
         options = {"unsplit": not split, "each": self.each}
         self.times = [
             stage_time(job, cluster, assumptions, precision, stage, modes=modes, data=data, **options)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from stretto.program.action import WITH_MICROBATCH, Action, ActionKind
+from collections import Counter
+from collections.abc import Mapping, Set
+
+from stretto.program.action import MEMORY_SAVING, WITH_MICROBATCH, Action, ActionKind
 from stretto.program.checks.residency import check_gathered, check_memory_saving
 from stretto.program.checks.versions import check_versions
 from stretto.program.pairing import check_pairs
@@ -41,31 +44,46 @@ def check_structure(program: Program) -> None:
     actions = sum(map(len, program.orders))
     if program.microbatches > max(1, actions):
         raise ScheduleError(f"microbatches is {program.microbatches}, but there are {actions} actions in all")
-    done: set[Action] = set()
+    rules = _RULES if program.trains else {ActionKind.F: _RULES[ActionKind.F]}
+    copy_of = program.copy_of if program.copies > 1 else None
+    # by stage and microbatch, the kinds of compute done; and all other actions
+    states: dict[int, dict[int | None, str]] = {stage: {} for stage in range(program.stages)}
+    others = set[Action]()
     for rank, order in enumerate(program.orders):
-        placed = dict[tuple[int, ActionKind], str | None]()  # the problem of a stage and kind on this rank
+        local = {stage: states[stage] for stage in program.stages_of(rank)}
         for at, action in enumerate(order):
-            stage, kind, _ = action
-            if (stage, kind) not in placed:
-                placed[stage, kind] = _placement_problem(program, rank, stage, kind)
-            if problem := placed[stage, kind] or _microbatch_problem(program, done, action):
-                raise ScheduleError(f"rank {rank} action {at} is {action}, {problem}")
-            done.add(action)
-    # every stage does every microbatch of its copy
-    for stage, rank in enumerate(program.placement):
-        for i, copy in enumerate(program.copy_of):
-            # a microbatch that no copy starts is reported for the first copy
-            if max(copy, 0) != stage // program.depth:
+            stage, kind, i = action
+            if (
+                kind in rules
+                and (done := local.get(stage)) is not None
+                and done.get(i, "") == rules[kind][0]
+                and i is not None
+                and 0 <= i < program.microbatches
+                and (copy_of is None or copy_of[i] in (-1, stage // program.depth))
+            ):
+                done[i] = rules[kind][1]
                 continue
-            must = [ActionKind.F]
-            if program.trains:
-                must.append(ActionKind.W if (stage, ActionKind.I, i) in done else ActionKind.B)
-            for kind in must:
-                if (stage, kind, i) not in done:
-                    raise ScheduleError(f"rank {rank} never does {Action(stage, kind, i)}")
-    check_memory_saving(program)
-    check_gathered(program)
-    check_versions(program)
+            problem = _placement_problem(program, rank, stage, kind)
+            if problem := problem or _microbatch_problem(program, states[stage], others, action):
+                raise ScheduleError(f"rank {rank} action {at} is {action}, {problem}")
+            others.add(action)
+    # every stage does every microbatch of its copy; one that no copy starts is reported for the first copy
+    complete = {"FB", "FIW"} if program.trains else {"F"}
+    of_copy = Counter([0] * program.microbatches if copy_of is None else (max(copy, 0) for copy in copy_of))
+    for stage, done in states.items():
+        if len(done) == of_copy[stage // program.depth] and complete.issuperset(done.values()):
+            continue
+        for i, copy in enumerate(program.copy_of):
+            if max(copy, 0) == stage // program.depth and (state := done.get(i, "")) not in complete:
+                missing = Action(stage, ActionKind({"": "F", "F": "B"}.get(state, "W")), i)
+                raise ScheduleError(f"rank {program.placement[stage]} never does {missing}")
+    kinds = {kind for _, kind, _ in others}
+    if kinds & MEMORY_SAVING:
+        check_memory_saving(program)
+    if ActionKind.UNSHARD in kinds or ActionKind.RESHARD in kinds:
+        check_gathered(program)
+    if program.versions or ActionKind.UPDATE in kinds:
+        check_versions(program)
     check_pairs(program)
 
 
@@ -80,9 +98,15 @@ def _placement_problem(program: Program, rank: int, stage: int, kind: ActionKind
     return None
 
 
-def _microbatch_problem(program: Program, done: set[Action], action: Action) -> str | None:
+def _microbatch_problem(
+    program: Program, done: Mapping[int | None, str], others: Set[Action], action: Action
+) -> str | None:
     """Return an error in the action's microbatch, or in what precedes it: F comes before B or I, I before W,
     and B excludes I and W.
+
+    Args:
+        done: the kinds of compute that the action's stage has done, by microbatch.
+        others: all other actions before it.
     """
     stage, kind, microbatch = action
     if kind not in WITH_MICROBATCH:
@@ -91,23 +115,24 @@ def _microbatch_problem(program: Program, done: set[Action], action: Action) -> 
         return f"but microbatches are 0 to {program.microbatches - 1}"
     if program.copies > 1 and -1 != (copy := program.copy_of[microbatch]) != stage // program.depth:
         return f"but microbatch {microbatch} goes through copy {copy} of the weights"
-    if action in done:
+    state = done.get(microbatch, "")
+    if action in others or (kind in _RULES and kind in state):
         return "which is in the program twice"
-    before = _BEFORE.get(kind)
-    if before is not None and (stage, before, microbatch) not in done:
+    if kind not in _RULES:
+        return None
+    before = ActionKind(_RULES[kind][0][-1])
+    if before not in state:
         return f"before {Action(stage, before, microbatch)} on the same rank"
-    for other in _INSTEAD.get(kind, ()):
-        if (stage, other, microbatch) in done:
-            return f"but {Action(stage, other, microbatch)} does that work already"
-    return None
+    return f"but {Action(stage, ActionKind(state[1]), microbatch)} does that work already"
 
 
 _INFERENCE = frozenset(
     {ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.UNSHARD, ActionKind.RESHARD}
 )
-_BEFORE = {ActionKind.B: ActionKind.F, ActionKind.I: ActionKind.F, ActionKind.W: ActionKind.I}
-_INSTEAD = {
-    ActionKind.B: (ActionKind.I, ActionKind.W),
-    ActionKind.I: (ActionKind.B,),
-    ActionKind.W: (ActionKind.B,),
+# the kinds that a stage must have done with a microbatch before each kind, and those it has done then
+_RULES = {
+    ActionKind.F: ("", "F"),
+    ActionKind.B: ("F", "FB"),
+    ActionKind.I: ("F", "FI"),
+    ActionKind.W: ("FI", "FIW"),
 }
