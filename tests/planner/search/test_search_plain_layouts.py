@@ -22,7 +22,7 @@ from stretto.planner.memory.fits import Bytes, Fit
 from stretto.planner.search.branch import BranchAndBound
 from stretto.planner.search.evaluator import CandidateEvaluator
 from stretto.planner.search.ranking import ODD, TIE, TIGHT, Feasible, Plan, cost_factor, oddity, sort_feasible
-from stretto.planner.search.search import baseline_tasks, search
+from stretto.planner.search.search import baseline_tasks, search, search_rounds
 from stretto.planner.search.task import (
     Candidate,
     Parallelism,
@@ -58,6 +58,16 @@ def test_experts_are_sharded_and_split_beside_the_fastest() -> None:
         assert job.layout.ep > 1 == job.layout.tp
         assert job.dp.mode in modes
         assert job.layout.pp == 1 or name == "expert x pipeline"
+
+
+def test_rows_appear_before_pipelines_are_searched() -> None:
+    first, *_, last = search_rounds(toy(experts=True, seconds=0.5))
+    assert {*first.baselines} == {"DDP", "FSDP", "hybrid FSDP", "expert x FSDP", "tensor x FSDP"}
+    assert first.ranking
+    assert first.gap == inf
+    assert not first.complete
+    assert all(row.estimate.job.layout.pp == 1 for row in first.ranking)
+    assert last.ranking[0].estimate.seconds <= first.ranking[0].estimate.seconds
 
 
 def test_every_plain_layout_is_forbidden_or_shown_not_to_fit() -> None:

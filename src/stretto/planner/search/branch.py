@@ -172,8 +172,8 @@ class BranchAndBound:
     )
     rejections: RejectionCounts = field(default_factory=RejectionCounts)
     candidates: int = 0
-    cut_short: bool = False
-    left: float = inf
+    cut_short: bool = True
+    left: float = 0.0
 
     def __post_init__(self) -> None:
         self.space, self.bounds = Space(self.task), self.evaluator.bounds

@@ -107,11 +107,18 @@ class _Search:
         self.missing = dict[str, str]()
         self._passes = dict[tuple[str, bool], BranchAndBound]()
         self.widened = False  # to layouts with offload, since none fits without
-        self.run: BranchAndBound  # the pass over all candidates, from the first round on
+        # the pass over all candidates; until the first round it only has what others accepted
+        self.run = BranchAndBound(task=task, evaluator=self.evaluator, wanted=RANKED)
 
     def rounds(self) -> Iterator[_Search]:
-        """Run the passes of each round; yield the search after it."""
-        self._find_baselines()
+        """Find the baselines and run the passes of each round; yield the search before baselines with
+        pipelines, which take longest, and after each round.
+        """
+        for name, task in baseline_tasks(self.task).items():
+            if "pipeline" in name and self.run.families:
+                yield self
+            feasible = self._find_baseline(name, task)
+            self.run.accept([f for f in feasible if self.task.allow_offload or not _needs_offload_search(f)])
         accepted = [feasible for run in self._passes.values() for feasible in _all_accepted(run)]
         for limit in rounds(self.task.seconds):
             self.work.begin(limit)
@@ -147,33 +154,34 @@ class _Search:
             chosen = chosen[:RANKED] + more
         return self._plan_of(self.run, chosen)
 
-    def _find_baselines(self) -> None:
-        """Find the fastest of each kind of layout that people use, and the fastest safe one, or why there is
-        none. They are few, so their searches have no limit.
+    def _find_baseline(self, name: str, task: SearchTask) -> list[Feasible]:
+        """Find the fastest of a kind of layout that people use, and the fastest safe one, or why there is
+        none; return all that fit. They are few, so their search has no limit.
         """
-        for name, task in baseline_tasks(self.task).items():
-            self.baselines[name] = None, None
-            fixed = {choice: values for choice, values in task.fixed.items() if choice in task.narrowed}
-            if others := {c: v for c, v in fixed.items() if not {*v} & {*task.narrowed[c]}}:
-                self.missing[name] = _forbidden(others, task)
-                continue
+        self.baselines[name] = None, None
+        fixed = {choice: values for choice, values in task.fixed.items() if choice in task.narrowed}
+        if others := {c: v for c, v in fixed.items() if not {*v} & {*task.narrowed[c]}}:
+            self.missing[name] = _forbidden(others, task)
+            return []
+        run = self._run_pass(name, task, wanted=1, only_dives=True, safe_margin=inf)
+        if not run.families and name != DDP:  # whose every rank is to hold all states
+            task = replace(task, allow_offload=True)
             run = self._run_pass(name, task, wanted=1, only_dives=True, safe_margin=inf)
-            if not run.families and name != DDP:  # whose every rank is to hold all states
-                task = replace(task, allow_offload=True)
-                run = self._run_pass(name, task, wanted=1, only_dives=True, safe_margin=inf)
-            if run.families:
-                first, accepted = run.chosen()[0], _all_accepted(run)
-                safe = [f for f in (first, *accepted) if is_safe(f.fit, task.memory_headroom)]
-                fastest_safe = min(safe, key=run.cost_of, default=None)
-                self.baselines[name] = first, first if first in safe else fastest_safe
-            elif (closest := run.rejections.closest) is not None:
-                capacity = task.cluster.device.memory / 2**30
-                needed = f"needs at least {closest[0] / 2**30 + capacity:.4g} of {capacity:.4g} GiB"
-                self.missing[name] = f"none fits: {closest[1]} {needed}"
-            elif rules := [example for _, example in run.space.rejected.values()]:
-                self.missing[name] = f"not legal: {rules[-1]}"
-            else:
-                self.missing[name] = _forbidden(task.fixed, task)
+        accepted = _all_accepted(run)
+        if run.families:
+            first = run.chosen()[0]
+            safe = [f for f in (first, *accepted) if is_safe(f.fit, task.memory_headroom)]
+            fastest_safe = min(safe, key=run.cost_of, default=None)
+            self.baselines[name] = first, first if first in safe else fastest_safe
+        elif (closest := run.rejections.closest) is not None:
+            capacity = task.cluster.device.memory / 2**30
+            needed = f"needs at least {closest[0] / 2**30 + capacity:.4g} of {capacity:.4g} GiB"
+            self.missing[name] = f"none fits: {closest[1]} {needed}"
+        elif rules := [example for _, example in run.space.rejected.values()]:
+            self.missing[name] = f"not legal: {rules[-1]}"
+        else:
+            self.missing[name] = _forbidden(task.fixed, task)
+        return accepted
 
     def _find_conventional(self, task: SearchTask, until: float) -> tuple[list[Feasible], bool]:
         """Some conventional layouts that fit, and whether others were left unexamined."""
@@ -283,7 +291,7 @@ def _needs_offload_search(feasible: Feasible) -> bool:
 
 
 def baseline_tasks(task: SearchTask) -> dict[str, SearchTask]:
-    """The task narrowed to what most people would run without a search, by name."""
+    """The task narrowed to what most people would run without a search, by name; pipelines come last."""
     moe, node = task.shape.moe, task.cluster.node
     unsplit: dict[str, tuple[Any, ...]] = {
         **dict.fromkeys(("tp", "pp", "cp", "ep"), (1,)),
@@ -301,10 +309,11 @@ def baseline_tasks(task: SearchTask) -> dict[str, SearchTask]:
         # what the user has fixed is as plain
         **({} if "micro_batch" in task.fixed else {"micro_batch": _COMMON_MICRO_BATCHES}),
     }
+    pipelines = dict[str, dict[str, tuple[Any, ...]]]()
     if moe is not None:
         experts = {"ep": divisors(moe.experts)[1:]}
         narrowed["expert x FSDP"] = {**narrowed["FSDP"], **experts}
-        narrowed["expert x pipeline"] = {**pipeline, **experts, "tp": (1,)}
+        pipelines["expert x pipeline"] = {**pipeline, **experts, "tp": (1,)}
     fixed = task.fixed.get("tp", ())
     widths = [n for n in _tensor_widths(task) if n in fixed or not fixed]
     if (widest := max(widths or _tensor_widths(task))) > 1:
@@ -312,7 +321,8 @@ def baseline_tasks(task: SearchTask) -> dict[str, SearchTask]:
         tensor: dict[str, tuple[Any, ...]] = {"tp": (widest,), **sequence}
         if task.devices > widest:
             narrowed["tensor x FSDP"] = {**narrowed["FSDP"], **tensor}
-        narrowed["tensor x pipeline"] = {**pipeline, **({} if moe else {"ep": (1,)}), **tensor}
+        pipelines["tensor x pipeline"] = {**pipeline, **({} if moe else {"ep": (1,)}), **tensor}
+    narrowed |= pipelines
     return {name: replace(task, narrowed=choices) for name, choices in narrowed.items()}
 
 
