@@ -75,8 +75,15 @@ def loaded(
     return model, optimiser, state
 
 
-@pytest.mark.parametrize(("version", "kind"), [("0.3", "fused"), ("0.2", "old")])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("version", "kind", "tied"),
+    [
+        ("0.3", "fused", False),
+        ("0.2", "old", True),
+        pytest.param("0.3", "fused", True, marks=pytest.mark.slow),
+        pytest.param("0.2", "old", False, marks=pytest.mark.slow),
+    ],
+)
 def test_torch_loads_what_is_exported(tmp_path: Path, version: str, kind: str, tied: bool) -> None:
     shape = replace(SHAPE, tied=tied)
     path, out = written(tmp_path / "run", shape), tmp_path / "out"
