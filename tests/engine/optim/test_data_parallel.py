@@ -91,7 +91,7 @@ def trained(mode: str, settings: dict[str, Any], norms: list[float]) -> dict[str
     return results
 
 
-def every_mode(folder: Path) -> None:
+def every_mode(folder: Path, last: bool = False) -> None:
     ranks, wanted_norms = dist.get_world_size(), list[float]()
     wanted = plain(ranks, wanted_norms)
     away = {"offload": "nvme", "path": str(folder)}
@@ -101,7 +101,7 @@ def every_mode(folder: Path) -> None:
         ("zero2", {"offload": "cpu"}),
         *([("zero3", {"shard": 2})] if ranks == 4 else []),
     ]
-    for mode, settings in cases:
+    for mode, settings in cases[-1:] if last else cases:
         norms = list[float]()
         results = trained(mode, settings, norms)
         assert results.keys() == wanted.keys()
@@ -299,5 +299,6 @@ def test_on_two_ranks(tmp_path: Path):
     on_ranks(2, two_ranks, tmp_path)
 
 
-def test_on_four_ranks(tmp_path: Path):
-    on_ranks(4, every_mode, tmp_path)
+@pytest.mark.parametrize("last", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_on_four_ranks(tmp_path: Path, last: bool):
+    on_ranks(4, every_mode, tmp_path, last)

@@ -113,8 +113,8 @@ def test_on_four_ranks():
     assert wanted <= {program.name for program in chosen}
 
 
-def test_every_other_schedule_with_replicas():
-    on_ranks(4, every_schedule, Layout(pp=2, dp=2), programs(2, 4)[1::2])
+def test_every_fourth_schedule_with_replicas():
+    on_ranks(4, every_schedule, Layout(pp=2, dp=2), programs(2, 4)[1::4])
 
 
 @pytest.mark.slow
@@ -141,8 +141,8 @@ def ties(ranks: int, chosen: list[Program]) -> None:
         check(lambda p=program: tied(p.depth + 2), program, Layout(pp=ranks), label)
 
 
-def test_ties_with_every_other_schedule():
-    on_ranks(2, ties, 2, programs(2, 4)[::2])
+def test_ties_with_every_fourth_schedule():
+    on_ranks(2, ties, 2, programs(2, 4)[::4])
 
 
 @pytest.mark.slow

@@ -50,7 +50,9 @@ def copied(config: TrainConfig, name: str, folder: Path, *overrides: str, model:
     return there
 
 
-@pytest.mark.parametrize("layout", [(), pytest.param(TP2, marks=pytest.mark.slow), PP2_DP2])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(layout, marks=pytest.mark.slow) for layout in ((), TP2)), PP2_DP2]
+)
 def test_resuming_on_the_same_layout_is_bitwise_equal(folder: Path, layout: Layout) -> None:
     name = "-".join(layout) or "single"
     uninterrupted = job(folder, *layout, f"run.name=whole-{name}")

@@ -13,7 +13,7 @@ from stretto.engine.models.weights import initial_values
 from stretto.job.finetune import TrainedParameters
 from stretto.job.rules import problems
 from stretto.run.config.schema import TrainConfig
-from tiny_job import GPT, LLAMA, MOE, changes, job, varied
+from tiny_job import GPT, LLAMA, MOE, Changes, changes, job, varied
 from train_runs import at_step, losses, same, send_self, tensors, train
 
 pytestmark = pytest.mark.apart
@@ -98,21 +98,30 @@ def test_a_checkpoint_with_frozen_weights_goes_on_bitwise_and_under_another_layo
         torch.testing.assert_close(value, tensors(uninterrupted, 6)[key], rtol=1e-4, atol=1e-5)
 
 
-def test_layouts_with_frozen_weights_equal_one_process(folder: Path) -> None:
-    config = job(folder, 'finetune.freeze=["embed.*", "blocks.*.norm2.*", "*.attn.qkv.weight"]', model=GPT)
-    cases = [
-        varied(config, case)
-        for case in (
-            changes(tp=2, sequence_parallel=True),
-            changes(pp=2, schedule="zb-v"),
-            changes(cp=2, mode="zero3"),
-            changes(dp=2, mode="zero2", offload="cpu"),
-        )
-    ]
-    assert all(verdict.equal for verdict in verify(config, cases, steps=1))
-    experts = job(folder, 'finetune.freeze=["*.mlp.experts.*", "*.router.*"]', model=MOE)
-    cases = [varied(experts, case) for case in (changes(dp=2, ep=2), changes(tp=2))]
-    assert all(verdict.equal for verdict in verify(experts, cases))
+DENSE = 'finetune.freeze=["embed.*", "blocks.*.norm2.*", "*.attn.qkv.weight"]'
+EXPERTS = 'finetune.freeze=["*.mlp.experts.*", "*.router.*"]'
+
+
+@pytest.mark.parametrize(
+    ("freeze", "model", "cases"),
+    [
+        (DENSE, GPT, [changes(tp=2, sequence_parallel=True), changes(pp=2, schedule="zb-v")]),
+        (EXPERTS, MOE, [changes(dp=2, ep=2)]),
+        pytest.param(
+            DENSE,
+            GPT,
+            [changes(cp=2, mode="zero3"), changes(dp=2, mode="zero2", offload="cpu")],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(EXPERTS, MOE, [changes(tp=2)], marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_with_frozen_weights_equal_one_process(
+    folder: Path, freeze: str, model: str, cases: list[Changes]
+) -> None:
+    config = job(folder, freeze, model=model)
+    jobs = [varied(config, case) for case in cases]
+    assert all(verdict.equal for verdict in verify(config, jobs, steps=2 if model is MOE else 1))
 
 
 @pytest.mark.parametrize(
