@@ -132,6 +132,11 @@ SECTIONS += [(page, name) for page in PAGES for name, text in sections(page).ite
 LONG = {  # run by hand
     *("From a log to probabilities", "Start from a published model", "What to change", "This machine"),
     *("Let the planner choose", "Plan for another framework"),
+    *(
+        "Profile",
+        "Save often, and in the background",
+        "Guard against bad numbers",
+    ),  # as tests/run/train has them
     *("Plan", "Compare settings", "One rank of a huge layout, uneven layers, your own network"),
 }
 MINE = "run.name=mine"  # the run that later sections resume

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,7 +36,6 @@ def filled(ring: PrefetchRing, blocks: int, size: int = 5000) -> dict[int, Tenso
     return want
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     calls=st.lists(
         st.tuples(st.sampled_from(["fetch", "start", "put", "blank", "release"]), st.integers(0, 6)),

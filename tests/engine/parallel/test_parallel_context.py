@@ -220,7 +220,7 @@ def every_case(tp: int, cp: int, step: int) -> int:
     ("tp", "cp", "step"),
     [
         (1, 3, 3),
-        (1, 2, 3),
+        pytest.param(1, 2, 3, marks=pytest.mark.slow),
         *(pytest.param(*sizes, 1, marks=pytest.mark.slow) for sizes in ((1, 2), (1, 3), (1, 4), (2, 2))),
     ],
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -46,7 +46,6 @@ def plain(layer: Stack, x: Tensor, counts: tuple[int, ...]) -> Tensor:
     return torch.cat([functional.linear(p, w, b) for p, w, b in zip(parts, layer.up, shifts, strict=True)])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     width=st.sampled_from([(8, 16), (3, 5)]),

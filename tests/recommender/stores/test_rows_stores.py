@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -91,7 +91,6 @@ def _same(stores: Stores) -> None:
         assert torch.equal(value, cached[name]), name
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_sequence_is_as_in_memory(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 40))

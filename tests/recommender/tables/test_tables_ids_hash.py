@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hash_model import PlainTable
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
@@ -50,7 +50,6 @@ def entries(ids: HashIds) -> dict[int, tuple[int, int, bool]]:
 
 
 @pytest.mark.parametrize("compiled", WAYS)
-@settings(max_examples=150, deadline=None)
 @given(SPECS, STREAMS)
 def test_as_a_dict_with_the_same_rules(compiled: bool, spec: TableSpec, stream: list[list[int]]) -> None:
     map_, plain = HashIds(spec, compiled=compiled), PlainTable(spec)
@@ -72,7 +71,6 @@ def test_as_a_dict_with_the_same_rules(compiled: bool, spec: TableSpec, stream: 
         assert entries(map_) == plain.entries()  # looking changes nothing
 
 
-@settings(max_examples=60, deadline=None)
 @given(SPECS, STREAMS, st.randoms(use_true_random=False))
 def test_copies_stay_equal_whatever_the_order_of_a_batch(
     spec: TableSpec, stream: list[list[int]], order: Any
@@ -114,7 +112,6 @@ def test_what_waits_is_forgotten_in_time() -> None:
 
 
 @pytest.mark.parametrize("compiled", WAYS)
-@settings(max_examples=60, deadline=None)
 @given(SPECS, STREAMS, st.integers(1, 4), st.integers(1, 4))
 def test_saved_shards_into_another_number(
     compiled: bool, spec: TableSpec, stream: list[list[int]], before: int, after: int

@@ -39,7 +39,7 @@ def lag(trainer: Any) -> None:
     CheckedWriter.close = late
 
 
-@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize("place", [pytest.param("device", marks=pytest.mark.slow), "disk"])
 def test_they_are_bitwise_those_that_a_run_waits_for(tmp_path: Path, place: str) -> None:
     where = (f"tables.place={place}", "checkpoint.keep=null", "optim.tables.name=adagrad")
     waits = config_of(tmp_path / "waits", *where)

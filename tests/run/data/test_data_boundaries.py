@@ -252,7 +252,7 @@ def published_model(tmp_path: Path, name: str, **files: object) -> Path:
     ("name", "eos_token_id", "end", "begin"),
     [
         pytest.param("lenml-gemma3", [1, 106], "<eos>", "<bos>", marks=pytest.mark.slow),
-        ("lenml-llama3", None, "<|end_of_text|>", "<|begin_of_text|>"),
+        pytest.param("lenml-llama3", None, "<|end_of_text|>", "<|begin_of_text|>", marks=pytest.mark.slow),
         pytest.param(
             "lenml-llama3_1",
             [128001, 128008, 128009],
