@@ -110,10 +110,12 @@ class _OrderWriter:
         """Write F of one stage and B of another as a pair, or one alone if the other has no microbatch
         left.
         """
-        f, (b, *split) = next(self._forwards[forward]), next(self._backwards[backward])
-        if f and b:
-            self.pairs.add((f, b))
-        self._written += (f, *split) if self._splits and not (f and b) else (f, b)
+        f, b = next(self._forwards[forward]), next(self._backwards[backward])
+        if f and b[0]:
+            self.pairs.add((f, b[0]))
+            self._written += f, b[0]
+        else:
+            self._written += (f, *b[1:]) if self._splits else (f, b[0])
 
 
 _BACKWARD = ActionKind.B, ActionKind.I, ActionKind.W
