@@ -66,7 +66,7 @@ def prove(config: TrainConfig, cases: list[Job], steps: int = 2) -> list[Verdict
     [
         (4, GPT, (1, 12), ("data.sequence=14", "batch.global_size=8", "batch.micro_size=2")),
         (3, LLAMA, (2, 12), (*THREE, "batch.global_size=6")),
-        (2, LLAMA, (3, 6), (*EXPERTS, "data.sequence=15", "optim.name=sgd", "batch.micro_size=2")),
+        (2, LLAMA, (3, 12), (*EXPERTS, "data.sequence=15", "optim.name=sgd", "batch.micro_size=2")),
         (1, GPT, (0, 5), ("optim.clip=null",)),
     ],
 )

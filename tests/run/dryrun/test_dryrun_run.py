@@ -38,12 +38,12 @@ LATENT = (
     "model.attention.latent.value_dim=16"
 )
 CASES = [
-    f"1 {GPT} layout.tp=2",
     f"1 {LLAMA} layout.cp=3 recompute.mode=selective",
     f"3 {LLAMA} layout.dp=2 layout.pp=2 dp.mode=zero3",
     f"3 {MOE} layout.tp=2 layout.dp=2 layout.ep=2 {SP}",
 ]
 MORE = [
+    f"1 {GPT} layout.tp=2",
     f"1 {LLAMA} layout.tp=2 {SP} recompute.mode=full",
     f"3 {LLAMA} layout.tp=4 {SP} recompute.mode=full",
     f"1 {LLAMA} layout.cp=4 recompute.mode=selective",

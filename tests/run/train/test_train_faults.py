@@ -215,9 +215,8 @@ def has_steps(config: TrainConfig, steps: int) -> Callable[[], bool]:
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [
-        ((signal.SIGTERM,), 75),
         ((signal.SIGINT, signal.SIGTERM), 130),
-        pytest.param((signal.SIGHUP,), 75, marks=pytest.mark.slow),
+        *(pytest.param((number,), 75, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP)),
     ],
 )
 def test_a_signal_finishes_the_step_and_saves(folder: Path, numbers: tuple[int, ...], code: int) -> None:

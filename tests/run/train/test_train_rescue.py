@@ -77,7 +77,7 @@ def rescued(config: TrainConfig, **changes: Any) -> TrainConfig:
 
 
 CASES = [
-    ("removed", 3, ()),
+    pytest.param("removed", 3, (), marks=pytest.mark.slow),
     pytest.param("replaced", 3, (), marks=pytest.mark.slow),
     ("lease", 6, ("checkpoint.every=2",)),
     pytest.param("removed", 6, (), marks=pytest.mark.slow),
