@@ -224,6 +224,9 @@ class MemoryBounds:
         self._ranks = dict[object, tuple[_Rank, ...]]()
         self._states = dict[object, tuple[int, ...]]()
         self._layers = dict[object, _LayerBytes]()
+        self._sizes = dict[
+            object, dict[_Stage, _StageBytes]
+        ]()  # schedules that place layers alike share them
         self._places = dict[object, int]()
         self._bounds = dict[Candidate, MemoryBound]()
         self._activations = dict[object, dict[_Recomputed, tuple[int, ...]]]()  # of sampled ranks
@@ -314,9 +317,11 @@ class MemoryBounds:
         different: set[Mode] = {"full", *modes}
         result = list[list[tuple[int, ...]]]()
         for parallelism in parallelisms:
-            layers = {mode: self._of_layers(parallelism, self._kinds, mode) for mode in sorted(different)}
-            ends = self._of_layers(parallelism, self.ends, "none")
-            sizes = {stage: _stage_bytes(stage, again, layers, ends) for stage, again in stages.items()}
+            sizes = self._sizes.setdefault((self._split(parallelism), *recomputed), {})
+            if missing := [stage for stage in stages if stage not in sizes]:
+                layers = {mode: self._of_layers(parallelism, self._kinds, mode) for mode in sorted(different)}
+                ends = self._of_layers(parallelism, self.ends, "none")
+                sizes |= {stage: _stage_bytes(stage, stages[stage], layers, ends) for stage in missing}
             of_ranks = [_fullest(rank.peaks, [sizes[stage] for stage in rank.distinct]) for rank in ranks]
             result.append(list(zip(*of_ranks, strict=True)))
         return result
@@ -389,11 +394,15 @@ class MemoryBounds:
             )
         return self._states[key]
 
-    def _of_layers(self, parallelism: Parallelism, layers: tuple[int, ...], mode: Mode) -> _LayerBytes:
-        """The bytes of single layers."""
+    def _split(self, parallelism: Parallelism) -> object:
+        """What the bytes of layers depend on."""
         layout = parallelism.layout
         sizes = layout.tp, layout.cp, layout.ep, parallelism.expert_tp, parallelism.micro_batch
-        key = sizes, parallelism.sequence_parallel, parallelism.context, layers, mode
+        return sizes, parallelism.sequence_parallel, parallelism.context
+
+    def _of_layers(self, parallelism: Parallelism, layers: tuple[int, ...], mode: Mode) -> _LayerBytes:
+        """The bytes of single layers."""
+        key = self._split(parallelism), layers, mode
         if key not in self._layers:
             plain = ScheduleChoice(PLAIN), DataParallelSettings(), Saving()
             compute = ComputeConfig.of(Candidate(parallelism, *plain).job(self.task))
