@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -93,8 +93,8 @@ class ProgramOrders:
     def _order(self, rank: int) -> RankOrder:
         stages = self._program.stages_of(rank)
         places = {stage: EVENTS * place for place, stage in enumerate(stages)}
-        freed = self._freed(rank, places)
-        actions = with_reductions(self._program, rank)
+        flying, flights = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+        actions, freed = with_reductions(self._program, rank), self._freed(rank, places)
         events, at = list[int](), 0
         for stage, kind, _ in actions:
             number = NUMBERS[kind]
@@ -102,20 +102,17 @@ class ProgramOrders:
                 if at in freed:
                     events += sorted(freed[at])
                 at += 1
+                if number == _FORWARD:
+                    flying[stage] += 1
+                    flights[stage] = max(flights[stage], flying[stage])
+                elif number != _WEIGHT:
+                    flying[stage] -= 1
             events.append(places[stage] + number)
-        flights = dict.fromkeys(stages, 0)
-        flying = dict.fromkeys(stages, 0)
-        for stage, number, _ in self._compute[rank]:
-            if number == _FORWARD:
-                flying[stage] += 1
-                flights[stage] = max(flights[stage], flying[stage])
-            elif number != _WEIGHT:
-                flying[stage] -= 1
         return RankOrder(
             stages=tuple(stages),
             actions=actions,
             events=tuple(events),
-            receives=tuple(self._receives(stage) for stage in stages),
+            receives=self._receives(rank, stages),
             flights=tuple(flights.values()),
         )
 
@@ -137,22 +134,25 @@ class ProgramOrders:
             self._messages[rank] = messages
         return self._messages[rank]
 
-    def _receives(self, stage: int) -> tuple[int, int]:
-        """The buffers of a stage for activations and for gradients."""
-        sends, placement = self._program.sends, self._program.placement
-        counts = [0, 0]
-        freed = sorted(at for at in self._lasts[stage] if at >= 0)
-        for of_gradients, sender in enumerate((stage - 1, stage + 1)):
-            if not sends[min(stage, sender)]:
-                continue
-            messages = self._sends(placement[sender])[placement[stage], bool(of_gradients)]
-            # a message is needed no later than any that follows it in its direction
-            needed = [*accumulate((consumed for _, consumed, _ in reversed(messages)), min)][::-1]
-            posted = (n for n, (*_, stage) in zip(needed, messages, strict=True) if stage == sender)
-            counts[of_gradients] = max(
-                (n - bisect_left(freed, at - self._lookahead) for n, at in enumerate(posted, 1)), default=0
-            )
-        return counts[0], counts[1]
+    def _receives(self, rank: int, stages: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """The buffers of each stage for activations and for gradients."""
+        posted = defaultdict[tuple[int, bool], list[int]](list)  # by sending stage and direction
+        placement = self._program.placement
+        neighbours = {stage + step for stage in stages for step in (-1, 1)} & {*range(len(placement))}
+        for peer in {placement[stage] for stage in neighbours} - {rank}:
+            for of_gradients in (False, True):
+                messages = self._sends(peer)[rank, of_gradients]
+                # a message is needed no later than any that follows it in its direction
+                needed = accumulate((consumed for _, consumed, _ in reversed(messages)), min)
+                for (_, _, sender), at in zip(messages, [*needed][::-1], strict=True):
+                    posted[sender, of_gradients].append(at - self._lookahead)
+        buffers = list[tuple[int, int]]()
+        for stage in stages:
+            freed = sorted(at for at in self._lasts[stage] if at >= 0)
+            pools = posted[stage - 1, False], posted[stage + 1, True]
+            counts = [[n - bisect_left(freed, at) for n, at in enumerate(pool, 1)] for pool in pools]
+            buffers.append((max(counts[0], default=0), max(counts[1], default=0)))
+        return tuple(buffers)
 
     def _freed(self, rank: int, places: Mapping[int, int]) -> dict[int, list[int]]:
         """The events of sends that are freed at the start of compute actions, by the actions' positions. See

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from math import lcm
 
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import COMPUTE, Action, ActionKind
 from stretto.program.lower import LOOKAHEAD
 from stretto.program.program import Program
 
@@ -57,7 +57,7 @@ def shorten(program: Program) -> Program:
         program: a program of a training step, without lowering and gathers of parameters. A program that
             updates weights within the step is returned unchanged.
     """
-    if not program.trains or not all(action.kind.is_compute for order in program.orders for action in order):
+    if not program.trains or any({kind for _, kind, _ in order} - COMPUTE for order in program.orders):
         return program
     periods = [_period(order) for order in program.orders]
     repeated = [period for period in periods if period is not None]
