@@ -183,7 +183,14 @@ def one_rank(job: MemoryJob, rank: int) -> RankMemory:
 def lasting_bytes(job: MemoryJob, rank: int) -> StateBytes:
     """Weights, gradients and states that one pipeline rank holds all the time."""
     depth = job.program.depth
-    return state_bytes(distinct_units([job.units(stage % depth) for stage in job.program.stages_of(rank)]))
+    return _state_bytes(tuple(job.units(stage % depth) for stage in job.program.stages_of(rank)))[0]
+
+
+@lru_cache(maxsize=4096)
+def _state_bytes(stages: tuple[StageUnits, ...]) -> tuple[StateBytes, int]:
+    """Weights, gradients and states of a rank with these stages, and bytes of its update's temporaries."""
+    units = distinct_units(stages)
+    return state_bytes(units), sum(unit.updating for unit in units) + muon_temporaries(units)
 
 
 def copied_bytes(job: MemoryJob, rank: int) -> int:
@@ -276,6 +283,7 @@ class _Walk:
 
     def run(self) -> RankMemory:
         order, job = self.order, self.job
+        states, updating = _state_bytes(tuple(self.units.values()))
         works = zip(order.receives, self.work.values(), strict=True)
         received = sum(
             outputs * work.enters + gradients * work.returns for (outputs, gradients), work in works
@@ -298,13 +306,10 @@ class _Walk:
         peak, during = str(order.actions[actions]), taken[at]
         versions, gathered, opened = noted[at]
         # all gradients have arrived, and the optimiser steps
-        if not self.program.versions:
-            units = distinct_units(list(self.units.values()))
-            updating = sum(unit.updating for unit in units) + muon_temporaries(units)
-            if live[-1] + after[-1][1] + updating > totals[at]:
-                at, peak = len(taken), "the update"
-                during, gathered = updating, after[-1][1]
-                versions = opened = 0
+        if not self.program.versions and live[-1] + after[-1][1] + updating > totals[at]:
+            at, peak = len(taken), "the update"
+            during, gathered = updating, after[-1][1]
+            versions = opened = 0
         until = Counter(order.events[:at])
         activations, ends, messages = (
             sum(count * changes[event][row] for event, count in until.items()) for row in range(3)
@@ -313,7 +318,6 @@ class _Walk:
         batch += job.compute.framework.buckets
         copied = copied_bytes(job, self.rank) if job.saves_in_background else 0
         saving = copied if job.state_config.unified_memory else 0
-        states = lasting_bytes(job, self.rank)
         return RankMemory(
             rank=self.rank,
             weights=states.weights,

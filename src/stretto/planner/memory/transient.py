@@ -18,7 +18,7 @@ TIED = "embed.tok.weight"
 UNDER_WAY = 2  # reductions of earlier microbatches that may still be running
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StageUnits:
     """The units of one stage.
 
@@ -44,6 +44,11 @@ class StageUnits:
     def gathered(self) -> int:
         """Bytes of the whole weights of units of which a rank keeps a shard."""
         return sum(unit.gathered for unit in self.units)
+
+    @cached_property
+    def moves(self) -> bool:
+        """True if any weights or gradients come and go."""
+        return bool(self.gathered or self.open or self.arriving or self.flying())
 
     @cached_property
     def waiting(self) -> int:
@@ -225,7 +230,7 @@ class TransientMemory:
 
     def __init__(self, units: Mapping[int, StageUnits], split: frozenset[int]) -> None:
         self.gathered = self.open = 0
-        self.moves = any(u.gathered or u.open or u.arriving or u.flying() for u in units.values())
+        self.moves = any(of_stage.moves for of_stage in units.values())
         self._split = split
         tied = {s: u for s, of_stage in units.items() for u in of_stage.units if u.parameters[0].name == TIED}
         self._shared = set(tied) if len(tied) > 1 else set[int]()
