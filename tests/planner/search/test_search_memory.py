@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
 import pytest
 
 from stretto.job.data_parallel import DataParallelSettings, Precision
+from stretto.job.experts import ExpertShape
 from stretto.job.job import Job, Recompute
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
+from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
 from stretto.planner.memory.short_step import short_program, short_step_fit
-from stretto.planner.search.memory_bounds import peak_states
-from stretto.planner.search.task import ScheduleChoice
+from stretto.planner.search.memory_bounds import MemoryBounds, peak_states
+from stretto.planner.search.space import Space
+from stretto.planner.search.task import (
+    Parallelism,
+    Saving,
+    ScheduleChoice,
+    SearchTask,
+    job_to_plan,
+)
 
 SHAPE = ModelShape(family="llama", layers=14, hidden=64, heads=4, vocab=300, sequence=128)
 DEVICE = Device(name="toy", tflops={"bf16": 312.0}, memory=inf, bandwidth=2.0e12)
@@ -82,3 +93,30 @@ def test_peak_states_of_1f1b() -> None:
         2: (2,),
         3: (1,),
     }
+
+
+def planned(shape: ModelShape) -> SearchTask:
+    job = job_to_plan(shape=shape, global_batch=16, sequence=128)
+    return SearchTask(job=job, cluster=find_cluster("dgx-h100", 8))
+
+
+def test_the_first_blocks_that_are_recomputed_count_by_their_kind() -> None:
+    moe = ExpertShape(experts=4, top_k=2, ffn=64, dense_layers=2)
+    saved = list[list[int]]()
+    for shape in (SHAPE, replace(SHAPE, moe=moe)):
+        parallelism = Parallelism(
+            layout=Layout(dp=8), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring"
+        )
+        bounds, rows = MemoryBounds(planned(shape)), [Saving(Recompute("full", n)) for n in range(4)]
+        sizes = bounds.of_rows([parallelism], ScheduleChoice("1f1b"), [DataParallelSettings()], rows)[0]
+        saved.append([a - b for a, b in pairwise(sizes)])
+    dense, mixed = saved
+    assert dense[0] == dense[1] == dense[2] == mixed[0] == mixed[1] != mixed[2]
+
+
+def test_a_split_against_the_rules_counts_for_each_number_of_replicas() -> None:
+    space = Space(planned(SHAPE))
+    for layout in (Layout(cp=8), Layout(cp=8, dp=2), Layout(cp=8, dp=2, pp=2), Layout(cp=4)):
+        contexts = [split.context for split in space.splits(layout, None)]
+        assert contexts == (["ring"] if layout.cp == 8 else ["ring", "ulysses"])
+    assert space.rejected["layout.context"][0] == 2
