@@ -113,6 +113,20 @@ class LayerMemory:
         return sum(tensor.bytes for tensor in self.tensors if tensor.saved)
 
     @cached_property
+    def forward_peak(self) -> int:
+        """Peak bytes of its forward, beyond what is held before it."""
+        if self.recomputed:
+            return self.saved + self.forward
+        size = again = peak = 0
+        for tensor in self.tensors:
+            if tensor.saved:
+                size, again = size + tensor.bytes, 0
+            else:
+                again += tensor.bytes
+            peak = max(peak, size + again + tensor.forward)
+        return peak
+
+    @cached_property
     def last_product(self) -> LayerTensor | None:
         """The input of the layer's last linear."""
         return next((tensor for tensor in reversed(self.tensors) if tensor.held_until_w is not None), None)

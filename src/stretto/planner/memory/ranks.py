@@ -203,17 +203,19 @@ def copied_bytes(job: MemoryJob, rank: int) -> int:
 
 
 def stage_memory_of(
-    job: MemoryJob, stage: int, units: StageUnits | None = None, before: int = 0
+    job: MemoryJob, stage: int, units: StageUnits | None = None, before: int = 0, splits: bool = True
 ) -> StageMemory:
     """The memory of one stage of one copy.
 
     Args:
         units: units of the stage; by default all of them.
         before: reductions of earlier microbatches that are under way; see `StageUnits.resident`.
+        splits: its backwards are split.
     """
     shape, compute = job.shape, job.compute
     layers, units = job.stages[stage], units or job.units(stage)
-    resident, split = units.resident(before), units.resident(before, split=True)
+    resident = units.resident(before)
+    split = units.resident(before, split=True) if splits else ()
     messages = message_bytes(shape, compute, layers[0]), message_bytes(shape, compute, layers[-1] + 1)
     trained = job.state_config.trained
     kinds = tuple(job.kinds[layers.start : layers.stop])
@@ -236,6 +238,7 @@ def stage_memory_of(
             resident=resident,
             split=split,
             messages=messages,
+            splits=splits,
         )
     return job.stage_memories[key]
 
@@ -413,7 +416,8 @@ class _Walk:
         """The memory of a stage while `before` reductions of earlier microbatches run."""
         if (stage, before) not in self.works:
             depth, units = self.program.depth, self.transient.units[stage]
-            self.works[stage, before] = stage_memory_of(self.job, stage % depth, units, before)
+            splits = stage in self.split
+            self.works[stage, before] = stage_memory_of(self.job, stage % depth, units, before, splits)
         return self.works[stage, before]
 
     def _during(self, stage: int, kind: ActionKind) -> int:

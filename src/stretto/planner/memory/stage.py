@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -79,6 +79,7 @@ def stage_memory(
     resident: Sequence[Resident] = (),
     split: Sequence[Resident] = (),
     messages: tuple[int, int] | None = None,
+    splits: bool = True,
 ) -> StageMemory:
     """The memory of a stage.
 
@@ -87,6 +88,7 @@ def stage_memory(
         messages: bytes of what enters it and of what it sends on, or None for `boundary` each.
         resident: gathered weights and open gradients at each layer.
         split: the same for I, the first half of a split backward.
+        splits: its backwards are split; else `split` and `products` are 0.
     """
     enters, returns = messages or (boundary, boundary)
     resident = resident or [Resident()] * len(layers)
@@ -101,9 +103,13 @@ def stage_memory(
         saved -= input_bytes
     # peak bytes of W beyond what it finds in memory. While one product is accumulated, the input of the next
     # is gathered
-    runs = [[*run] for _, run in groupby(reversed(layers), id)]  # of equal layers; two of each are enough
+    products = reversed(layers) if splits else ()
+    runs = [[*run] for _, run in groupby(products, id)]  # of equal layers; two of each are enough
     tensors = [tensor for run in runs for layer in run[:2] for tensor in reversed(layer.tensors)]
     following = [*tensors[1:], None][: len(tensors)]
+    forward = again = _forward_peak(layers, (of_layer.forward for of_layer in resident))
+    if any(of_layer.again != of_layer.forward for of_layer in resident):
+        again = _forward_peak(layers, (of_layer.again for of_layer in resident))
     return StageMemory(
         saved=saved,
         ends=ends,
@@ -112,9 +118,9 @@ def stage_memory(
         boundary=boundary,
         enters=enters,
         returns=returns,
-        forward=_forward_peak(layers, [layer_resident.forward for layer_resident in resident]) - input_bytes,
+        forward=forward - input_bytes,
         backward=_backward_peak(layers, boundary, False, resident),
-        split=_backward_peak(layers, boundary, True, split or resident),
+        split=_backward_peak(layers, boundary, True, split or resident) if splits else 0,
         products=max(
             (
                 tensor.regathered + tensor.product + (next_tensor.regathered if next_tensor else 0)
@@ -122,31 +128,16 @@ def stage_memory(
             ),
             default=0,
         ),
-        again=_forward_peak(layers, [layer_resident.again for layer_resident in resident]) - input_bytes,
+        again=again - input_bytes,
     )
 
 
-def _forward_peak(layers: Sequence[LayerMemory], resident: Sequence[int]) -> int:
+def _forward_peak(layers: Sequence[LayerMemory], resident: Iterable[int]) -> int:
     """Peak bytes of the forward, the stage's input included."""
     size = peak = 0
-    peaks = {id(layer): _layer_forward(layer) for layer in layers}
     for layer, others in zip(layers, resident, strict=True):
-        peak = max(peak, size + peaks[id(layer)] + others)
+        peak = max(peak, size + layer.forward_peak + others)
         size += layer.saved
-    return peak
-
-
-def _layer_forward(layer: LayerMemory) -> int:
-    """Peak bytes of one layer's forward, beyond what is held before it."""
-    if layer.recomputed:
-        return layer.saved + layer.forward
-    size = again = peak = 0
-    for tensor in layer.tensors:
-        if tensor.saved:
-            size, again = size + tensor.bytes, 0
-        else:
-            again += tensor.bytes
-        peak = max(peak, size + again + tensor.forward)
     return peak
 
 
