@@ -224,9 +224,8 @@ class MemoryBounds:
         self._ranks = dict[object, tuple[_Rank, ...]]()
         self._states = dict[object, tuple[int, ...]]()
         self._layers = dict[object, _LayerBytes]()
-        self._sizes = dict[
-            object, dict[_Stage, _StageBytes]
-        ]()  # schedules that place layers alike share them
+        # schedules that place layers alike share these
+        self._sizes = dict[object, dict[_Stage, _StageBytes]]()
         self._places = dict[object, int]()
         self._bounds = dict[Candidate, MemoryBound]()
         self._activations = dict[object, dict[_Recomputed, tuple[int, ...]]]()  # of sampled ranks
