@@ -111,14 +111,16 @@ class _Search:
         self.run = BranchAndBound(task=task, evaluator=self.evaluator, wanted=RANKED)
 
     def rounds(self) -> Iterator[_Search]:
-        """Find the baselines and run the passes of each round; yield the search before baselines with
-        pipelines, which take longest, and after each round.
+        """Find the baselines and run the passes of each round; yield the search before each baseline with
+        pipelines, which take longest, before the first round and after each.
         """
         for name, task in baseline_tasks(self.task).items():
             if "pipeline" in name and self.run.families:
                 yield self
             feasible = self._find_baseline(name, task)
             self.run.accept([f for f in feasible if self.task.allow_offload or not _needs_offload_search(f)])
+        if self.run.families:
+            yield self
         accepted = [feasible for run in self._passes.values() for feasible in _all_accepted(run)]
         for limit in rounds(self.task.seconds):
             self.work.begin(limit)
