@@ -13,14 +13,15 @@ Step = Literal[
 
 # Seconds of each step of a search on one core, and of each parallelism that it bounds or action of the
 # program that it goes through: fitted to nine searches on an AMD EPYC 9004 with Python 3.11, of which each
-# took 0.8 to 1.2 times its work.
+# took 0.8 to 1.2 times its work; programs, since they became faster, to twenty on an EPYC 7003 that was 1.4
+# times slower.
 _SECONDS: dict[Step, tuple[float, float]] = {
     "layers": (2.5e-4, 0.0),
     "layer memory": (2.5e-4, 0.0),
     "bounds": (3e-4, 8e-6),
     "time bound": (1.4e-4, 0.0),
     "memory bound": (1e-4, 0.0),
-    "program": (1e-4, 1e-6),
+    "program": (5e-4, 2.3e-7),
     "replay": (1.5e-3, 1.2e-6),
     "memory": (4e-3, 4e-6),
 }
