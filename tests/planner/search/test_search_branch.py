@@ -477,7 +477,7 @@ def test_a_pass_without_time_to_expand_a_layout_is_cut_short() -> None:
     run.run()
     assert run.cut_short
     assert not run.candidates
-    assert 0 < run.left < inf
+    assert 0 < run.unexamined_cost < inf
 
 
 def test_each_round_dives_before_it_proves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,10 @@ def test_experts_are_sharded_and_split_beside_the_fastest() -> None:
 
 
 def test_rows_appear_before_pipelines_are_searched() -> None:
-    first, *_, last = search_rounds(toy(experts=True, seconds=0.5))
+    first, second, third, *_, last = search_rounds(toy(experts=True, seconds=0.5))
+    assert {*second.baselines} - {*first.baselines} == {"expert x pipeline"}
+    assert {*third.baselines} - {*second.baselines} == {"tensor x pipeline"}
+    assert third.gap == inf  # no round has begun
     assert {*first.baselines} == {"DDP", "FSDP", "hybrid FSDP", "expert x FSDP", "tensor x FSDP"}
     assert first.ranking
     assert first.gap == inf

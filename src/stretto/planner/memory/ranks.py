@@ -73,7 +73,7 @@ class MemoryJob:
     @cached_property
     def lowered(self) -> Program:
         """The program with its messages and reductions."""
-        return self.program if self.program.lowered else lower(self.program, lookahead=LOOKAHEAD)
+        return lower(self.program, lookahead=LOOKAHEAD)
 
     @property
     def shares(self) -> Shares:

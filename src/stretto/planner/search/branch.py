@@ -157,7 +157,7 @@ class BranchAndBound:
         safe_margin: a dive continues while the next expected time is below this multiple of the best time and
             nothing fits safely. Larger: safe layouts that are slower; smaller: an earlier proof.
         cut_short: candidates that might be better were not examined, for lack of time.
-        left: lower bound on the cost of every candidate that was not examined.
+        unexamined_cost: lower bound on the cost of every candidate that was not examined.
     """
 
     task: SearchTask
@@ -173,7 +173,7 @@ class BranchAndBound:
     rejections: RejectionCounts = field(default_factory=RejectionCounts)
     candidates: int = 0
     cut_short: bool = True
-    left: float = 0.0
+    unexamined_cost: float = 0.0
 
     def __post_init__(self) -> None:
         self.space, self.bounds = Space(self.task), self.evaluator.bounds
@@ -199,7 +199,7 @@ class BranchAndBound:
         that was cut short continues when it is run again.
         """
         self._start = self.evaluator.work.share
-        self.cut_short, self.left = False, inf
+        self.cut_short, self.unexamined_cost = False, inf
         for bound, node in self._postponed:
             self._push_bound(bound, node)
         self._postponed.clear()
@@ -236,9 +236,9 @@ class BranchAndBound:
                 self._add_savings(node.candidate, bound, fits=node.fits)
         bounds = [bound for bound, *_ in self._unexpanded[:1] + self._postponed]
         bounds += [bound for _, _, bound, _ in self._heap]
-        self.left = min([self.left, *bounds]) / (1 + self.task.tolerance)
+        self.unexamined_cost = min([self.unexamined_cost, *bounds]) / (1 + self.task.tolerance)
         for layout, _ in self._unbounded or ():
-            self.left = min(self.left, self.bounds.ideal(layout) * self._price(layout))
+            self.unexamined_cost = min(self.unexamined_cost, self.bounds.ideal(layout) * self._price(layout))
             self.cut_short = True
 
     def chosen(self) -> list[Feasible]:

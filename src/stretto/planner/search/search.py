@@ -269,7 +269,7 @@ class _Search:
             seconds=perf_counter() - self.start,
             objective=task.objective,
             assumptions=task.assumptions,
-            gap=gap(run.best(), run.left),
+            gap=gap(run.best(), run.unexamined_cost),
             complete=not run.cut_short,
             widened=self.widened,
             nearest=None
