@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,28 @@ def parts(folder: Path) -> dict[str, Any]:
     recompute(layer)
     layer(x).sum().backward()
     return reported
+
+
+def threads(folder: Path) -> dict[str, Any]:
+    """One thread copies to the host and resizes storages, another waits for the device all the time."""
+    source, resized = torch.arange(64.0, device=NPU), torch.zeros(8, device=NPU)
+    finished = threading.Event()
+
+    def wait() -> None:
+        while not finished.is_set():
+            plugin.kernels.device_synchronize()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    for _ in range(3000):
+        copied = torch.empty(64, pin_memory=True)
+        copied.copy_(source, non_blocking=True)
+        del copied  # the copy that is put off is its last owner
+        for size in (0, 32):
+            resized.untyped_storage().resize_(size)
+    finished.set()
+    waiting.join()
+    return {"resized": resized.untyped_storage().nbytes()}
 
 
 def small_rank(kind: str) -> profile.Measured:
@@ -373,7 +396,7 @@ CASES = {
     case.__name__: case
     for case in (
         *(about, parts, calibrated, pipelines, sharded, tensors, experts, short, tables, copies, ranks),
-        *(waiting, waiting_all, failing, graphs, graphs_all, resumed_graphs),
+        *(threads, waiting, waiting_all, failing, graphs, graphs_all, resumed_graphs),
     )
 }
 

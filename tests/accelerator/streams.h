@@ -50,7 +50,7 @@ struct Copy {
 
 inline thread_local Id current = 0;
 inline thread_local bool unobserved = false;  // within an operator, or a library that the host does not wait for
-inline std::recursive_mutex lock;
+inline std::recursive_mutex mutex;
 inline std::map<Id, Clock> clocks;
 inline Clock host;  // what the host has waited for: all threads, which wait for each other by other means
 inline std::map<Address, Block> blocks;
@@ -58,6 +58,27 @@ inline std::vector<Copy> copies;      // put off, in the order of their calls
 inline std::vector<void*> freed;      // which copies that are put off may still use
 inline std::vector<Clock> events;
 inline uint64_t deferred = 0;
+inline std::vector<Copy> finished;    // their tensors are dropped once nothing is locked
+
+// A thread that waits for the mutex may hold Python's interpreter lock (GIL), which the last owner of a Python
+// tensor takes to free it: `finished` is emptied only after the mutex is unlocked.
+class Lock {
+ public:
+  Lock() {
+    mutex.lock();
+    ++depth;
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+  ~Lock() {
+    std::vector<Copy> copies;
+    if (--depth == 0) copies.swap(finished);
+    mutex.unlock();
+  }
+
+ private:
+  inline static int depth = 0;  // of the thread that holds the mutex
+};
 
 inline bool knows(const Clock& clock, Id stream, uint64_t at) {
   auto found = clock.find(stream);
@@ -80,8 +101,9 @@ inline void blame(const std::string& what) {
 inline void run_copies(const Clock& known) {
   std::vector<Copy> later;
   for (auto& copy : copies) {
-    if (knows(known, copy.stream, copy.at)) copy.run();
-    else later.push_back(std::move(copy));
+    bool due = knows(known, copy.stream, copy.at);
+    if (due) copy.run();
+    (due ? finished : later).push_back(std::move(copy));
   }
   copies = std::move(later);
   if (copies.empty()) {
@@ -94,7 +116,7 @@ inline void run_copies(const Clock& known) {
 
 // A further piece of work on the current stream, which comes after all that the host has waited for.
 inline void begin() {
-  std::lock_guard guard(lock);
+  Lock guard;
   Clock& clock = clocks[current];
   join(clock, host);
   ++clock[current];
@@ -106,7 +128,7 @@ inline void poison(Address low, Address high) { std::memset(reinterpret_cast<voi
 // The work that was begun last reads or writes this memory. `floating`: it may be overwritten with NaN.
 inline void use(const void* data, size_t bytes, bool writes, bool floating, const std::string& by) {
   if (bytes == 0) return;
-  std::lock_guard guard(lock);
+  Lock guard;
   Address low = reinterpret_cast<Address>(data), high = low + bytes;
   auto found = blocks.upper_bound(low);
   if (found == blocks.begin()) return;
@@ -131,7 +153,7 @@ inline void use(const void* data, size_t bytes, bool writes, bool floating, cons
 
 // Put a copy off that the work begun last makes.
 inline void defer(std::function<void()> run) {
-  std::lock_guard guard(lock);
+  Lock guard;
   ++deferred;
   copies.push_back({current, clocks[current][current], std::move(run)});
 }
@@ -139,7 +161,7 @@ inline void defer(std::function<void()> run) {
 // ---------------------------------------------------------------- memory
 
 inline void allocated(void* data, size_t bytes) {
-  std::lock_guard guard(lock);
+  Lock guard;
   Address low = reinterpret_cast<Address>(data);
   Clock& clock = clocks[current];
   static int64_t number = 0;
@@ -149,7 +171,7 @@ inline void allocated(void* data, size_t bytes) {
 }
 
 inline void release(void* data) {
-  std::lock_guard guard(lock);
+  Lock guard;
   auto found = blocks.find(reinterpret_cast<Address>(data));
   if (found != blocks.end()) {
     Block& block = found->second;
@@ -169,7 +191,7 @@ inline void release(void* data) {
 }
 
 inline void record(const void* data, Id stream) {
-  std::lock_guard guard(lock);
+  Lock guard;
   auto found = blocks.upper_bound(reinterpret_cast<Address>(data));
   if (found != blocks.begin()) (--found)->second.recorded.insert(stream);
 }
@@ -177,13 +199,13 @@ inline void record(const void* data, Id stream) {
 // ---------------------------------------------------------------- waiting
 
 inline void host_waits(const Clock& clock) {
-  std::lock_guard guard(lock);
+  Lock guard;
   join(host, clock);
   run_copies(host);
 }
 
 inline Clock of(Id stream) {
-  std::lock_guard guard(lock);
+  Lock guard;
   Clock clock = clocks[stream];
   join(clock, host);
   return clock;
@@ -196,31 +218,31 @@ int64_t stream_now() { return streams::current; }
 void stream_set(int64_t stream) { streams::current = stream; }
 void unobserved_set(int on) { streams::unobserved = on != 0; }
 int64_t event_record(int64_t stream) {
-  std::lock_guard guard(streams::lock);
+  streams::Lock guard;
   streams::events.push_back(streams::of(stream));
   return static_cast<int64_t>(streams::events.size()) - 1;
 }
 void event_wait(int64_t event, int64_t stream) {
-  std::lock_guard guard(streams::lock);
+  streams::Lock guard;
   streams::join(streams::clocks[stream], streams::events.at(event));
 }
 void event_synchronize(int64_t event) {
-  std::lock_guard guard(streams::lock);
+  streams::Lock guard;
   streams::host_waits(streams::events.at(event));
 }
 void stream_wait(int64_t stream, int64_t other) {
-  std::lock_guard guard(streams::lock);
+  streams::Lock guard;
   streams::join(streams::clocks[stream], streams::of(other));
 }
 void stream_synchronize(int64_t stream) { streams::host_waits(streams::of(stream)); }
 void device_synchronize() {
-  std::lock_guard guard(streams::lock);
+  streams::Lock guard;
   for (auto& [stream, clock] : streams::clocks) streams::join(streams::host, clock);
   streams::host_waits(streams::host);
 }
 // The number of the allocation that begins there; 0: there is none.
 int64_t allocation(const void* data) {
-  std::lock_guard guard(streams::lock);
+  streams::Lock guard;
   auto found = streams::blocks.find(reinterpret_cast<streams::Address>(data));
   return found == streams::blocks.end() ? 0 : found->second.number;
 }

@@ -174,6 +174,13 @@ def test_every_wait_of_a_copy_is_needed(reports: Reports) -> None:
     assert len(copies["found"]) >= 15
 
 
+def test_threads_of_the_device_and_of_python_do_not_lock_each_other_out(
+    report: Callable[..., Reports],
+) -> None:
+    """A store's thread waits for a copy while the rank's gathers a layer."""
+    assert report("threads", timeout=60)["threads"] == {"resized": 32}
+
+
 @pytest.mark.slow
 def test_training_waits_for_what_it_uses(report: Callable[..., Reports]) -> None:
     ranks = report("ranks", timeout=900)["ranks"]
