@@ -200,8 +200,9 @@ def test_the_search_equals_brute_force(
         safe = [f for f in everything if is_safe(f.fit, 0.0)]
         assert (plan.safe is None) == (not safe)
         if plan.safe is not None:
-            fastest = min(safe, key=lambda f: cost(f, wanted))
-            assert plan.safe.estimate.seconds == pytest.approx(fastest.seconds)
+            fastest, first = min(safe, key=lambda f: cost(f, wanted)), expected[0]
+            tied = is_safe(first.fit, 0.0) and cost(first, wanted) <= cost(fastest, wanted) * (1 + TIE)
+            assert plan.safe.estimate.seconds == pytest.approx((first if tied else fastest).seconds)
         assert plan.gap == 0.0
         assert plan.complete
         assert plan.replayed <= len(everything) + len(plan.evaluated)
@@ -643,7 +644,7 @@ def test_more_work_finds_nothing_worse_and_a_busy_machine_the_same(monkeypatch: 
         assert len(before.ranking) <= len(after.ranking)
         assert after.ranking[0].estimate.seconds <= before.ranking[0].estimate.seconds * (1 + TIE)
         assert after.safe is not None
-        assert before.safe is None or after.safe.estimate.seconds <= before.safe.estimate.seconds
+        assert before.safe is None or after.safe.estimate.seconds <= before.safe.estimate.seconds * (1 + TIE)
         assert after.replayed >= before.replayed
     assert [*rounds(1.9)] == [*rounds(1.0)] == [0.0625, 0.4375, 0.5]
     first, *_, last = search_rounds(large_task(0.25))
