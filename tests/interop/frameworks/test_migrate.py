@@ -346,6 +346,7 @@ def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
         ("--tokenizer-type MultimodalTokenizer", "tokenizer-type", "it is for text with images"),
         ("--data-path 0.5 a 0.5", "data-path", "2 weights for 1 prefixes"),
         ("--bf16 $EXTRA", "$EXTRA", "nothing tells what $EXTRA holds"),
+        ("--bf16 $(extra)", "$(extra)", "nothing tells what $(extra) holds"),
     ],
 )
 def test_what_has_no_counterpart_is_named_with_the_reason(more: str, name: str, why: str) -> None:

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from chats import chat, tokenizer_folder
 from stretto.errors import StrettoError
 from stretto.run.data import chat_template
 from stretto.run.data.chat_template import ChatTemplate, template_request
+from stretto.run.data.template_renderer import sandbox
 
 
 def render(source: str) -> str:
@@ -95,6 +97,7 @@ def test_bombs_end_in_one_error_within_seconds_and_little_memory(
         ("{{ messages[0].content * 9999999999 }}", "more than 1,024 MiB"),
         ("{% for i in range(99) %}{{ 'a' * 999999 }}{% endfor %}", "longer than 64 MiB"),
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "not a valid template: it nests too deeply"),
+        ("{% break %}", "not a valid template: 'break' outside loop"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
@@ -126,6 +129,21 @@ def test_limits_hold_in_the_process(monkeypatch: pytest.MonkeyPatch):
     files = [os.readlink(file) for file in (place / "fd").iterdir()]
     assert [file.partition(":")[0] for file in files] == ["socket"] * 2
     assert b"HOME" not in (place / "environ").read_bytes()
+
+
+def test_no_filter_needs_a_file_that_was_not_loaded():
+    names = sorted(sandbox(datetime.now()).filters)
+    cases = [
+        f"{{% if messages[0].role == '{name}' %}}{{{{ messages[0].content | {name} }}}}{{% endif %}}"
+        for name in names
+    ]
+    template = ChatTemplate(source="".join(cases))
+    requests = [template_request([{"role": name, "content": "a &amp; <b>c</b>"}]) for name in names]
+    answers = dict(zip(names, template.answers(requests), strict=True))
+    assert {name: str(answer) for name, answer in answers.items() if "open files" in str(answer)} == {}
+    plain = answers["striptags"]
+    assert isinstance(plain, list)
+    assert plain[0].text == "a & c"
 
 
 def test_a_conversation_that_kills_its_process_costs_no_other(monkeypatch: pytest.MonkeyPatch):

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 # jinja2 and Python load these when they are first used: too late, once no file can be opened.
 import encodings.idna  # pyright: ignore[reportUnusedImport]
 import encodings.unicode_escape  # pyright: ignore[reportUnusedImport]
+import html
 import pprint
 import random
 import textwrap
@@ -41,7 +42,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_LOADED = (encodings, pprint, random, textwrap, unicodedata, jinja2.debug)
+_LOADED = (encodings, html, pprint, random, textwrap, unicodedata, jinja2.debug)
 MEMORY = 1 << 30
 """Bytes of address space."""
 LONGEST_ANSWER = 1 << 26
@@ -76,8 +77,10 @@ def main() -> None:
         _write(outgoing, [{"tokens": renderer.tokens}])
     except jinja2.TemplateSyntaxError as error:
         return _write(outgoing, [{"invalid": f"line {error.lineno}: {error.message}"}])
-    except (RecursionError, SyntaxError) as error:  # of what Jinja's compiler made
-        return _write(outgoing, [{"invalid": f"it nests too deeply ({type(error).__name__})"}])
+    except RecursionError:
+        return _write(outgoing, [{"invalid": "it nests too deeply"}])
+    except SyntaxError as error:  # in the Python that Jinja makes: too many loops, or `break` without one
+        return _write(outgoing, [{"invalid": error.msg}])
     except (ValueError, TypeError, OverflowError) as error:  # of constants
         return _write(outgoing, [{"invalid": f"{type(error).__name__}: {error}"[:1000]}])
     while batch := _read(incoming):

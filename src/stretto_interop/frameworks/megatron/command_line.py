@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError, nearest, shortened
 from stretto_interop.frameworks.bash import (
     HINT,
     MARK,
@@ -179,7 +179,7 @@ def _groups(argv: Sequence[str], source: str) -> Iterator[tuple[str, list[str]]]
     for word in argv:
         variable = unknown_in(word)
         if variable is not None and len(word) == len(variable) + 2 and not _awaits(name, values):
-            yield f"${variable}", []
+            yield shortened(variable if variable.startswith("$") else f"${variable}"), []
             continue
         negative = word[1:2].isdigit() or word[1:2] == "."
         if word.startswith("-") and not negative and word != "-":
