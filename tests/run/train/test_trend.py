@@ -24,12 +24,19 @@ def test_a_rise_is_told_with_both_numbers() -> None:
     assert text.startswith("the loss has risen: 15.9 over the last 8 steps, and 3.8 at its lowest")
 
 
+def test_a_run_that_diverges_at_once_has_risen() -> None:
+    text = warning([8.3, 30, 90, 200, 340, 133, 76, 42, *[15.1] * 8])
+    assert text is not None
+    assert text.startswith("the loss has risen: 15.1 over the last 8 steps, and 8.3 at its lowest")
+
+
 @pytest.mark.parametrize(
     "losses",
     [
         [],
         [1.0, 9.0, 9.0],  # too few to tell
         [3.8] * 8 + [15.9],  # one step
+        [2.8] + [3.8] * 20,  # a first step by chance
         [None, float("nan"), *[3.8] * 8, float("inf"), None],
         [0.01] * 9 + [0.05] * 9,  # a text that was learnt by heart
     ],
