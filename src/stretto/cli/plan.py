@@ -336,8 +336,8 @@ def add_plan(report: CommandReport, plan: Plan, task: SearchTask) -> None:
     if plan.widened:
         report.value(
             "",
-            "no conventional layout fits without offload and without ZeRO 2 and 3 in pipelines, so these "
-            "were tried too",
+            "layouts with offload, and with ZeRO 2 and 3 in pipelines, were tried too: without, no "
+            "conventional one was found that fits and is as fast",
         )
     if plan.ranking:
         _add_ranking(report, plan)

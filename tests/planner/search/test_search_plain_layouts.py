@@ -21,7 +21,17 @@ from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.memory.fits import Bytes, Fit
 from stretto.planner.search.branch import BranchAndBound
 from stretto.planner.search.evaluator import CandidateEvaluator
-from stretto.planner.search.ranking import ODD, TIE, TIGHT, Feasible, Plan, cost_factor, oddity, sort_feasible
+from stretto.planner.search.ranking import (
+    ODD,
+    TIE,
+    TIGHT,
+    Feasible,
+    Plan,
+    Ranked,
+    cost_factor,
+    oddity,
+    sort_feasible,
+)
 from stretto.planner.search.search import baseline_tasks, search, search_rounds
 from stretto.planner.search.task import (
     Candidate,
@@ -58,6 +68,29 @@ def test_experts_are_sharded_and_split_beside_the_fastest() -> None:
         assert job.layout.ep > 1 == job.layout.tp
         assert job.dp.mode in modes
         assert job.layout.pp == 1 or name == "expert x pipeline"
+
+
+def test_offload_is_tried_if_a_plain_layout_with_it_is_the_fastest() -> None:
+    """Without it only tensor parallelism over PCIe fits, in three times the time."""
+    job = job_to_plan(shape=find_shape("qwen3-8b"), global_batch=64, sequence=4096)
+    plan = search(SearchTask(job=job, cluster=find_cluster("workstation-4090", 8), seconds=0.1))
+    fsdp, tensor = (plan.baselines[name].fastest for name in ("FSDP", "tensor x pipeline"))
+    assert fsdp is not None
+    assert tensor is not None
+    assert (fsdp.estimate.job.dp.offload, tensor.estimate.job.dp.offload) == ("cpu", "none")
+    assert fsdp.estimate.seconds < tensor.estimate.seconds
+    assert plan.widened
+    assert plan.ranking[0].estimate.seconds <= fsdp.estimate.seconds
+
+
+def test_a_plain_layout_with_offload_may_be_the_only_one_that_certainly_fits() -> None:
+    plan = search(toy(memory=0.23e9, seconds=0.1))
+    assert not plan.widened
+    assert {row.estimate.job.dp.offload for row in plan.ranking} == {"none"}
+    hybrid = plan.baselines["hybrid FSDP"].safe
+    assert plan.safe is not None
+    assert hybrid is not None
+    assert (plan.safe.layout, plan.safe.estimate.job.dp.offload) == (hybrid.layout, "cpu")
 
 
 def test_rows_appear_before_pipelines_are_searched() -> None:
@@ -214,7 +247,7 @@ def test_an_odd_row_that_fits_comes_before_a_plain_one_that_may_not_and_is_littl
 
 @settings(max_examples=6, deadline=None)
 @given(
-    memory=st.floats(0.25e9, 0.6e9),
+    memory=st.floats(0.2e9, 0.6e9),
     schedules=st.lists(st.sampled_from(["1f1b", "zb-h1", "interleaved", "hanayo"]), min_size=1, max_size=2),
     experts=st.booleans(),
     first_round=st.floats(0.004, 0.03),
@@ -229,6 +262,9 @@ def test_more_work_gives_no_worse_first_or_safe_row_and_no_fewer_rows(
             search(toy(memory=memory, experts=experts, fixed=fixed, seconds=factor * first_round))
             for factor in (1, 2, 8)
         ]
+    for plan in plans:
+        plain = [row.fastest for row in plan.baselines.values() if row.fastest is not None]
+        assert first_cost(plan) <= min(map(rank_cost, plain), default=inf) * (1 + 1e-9)
     for before, after in pairwise(plans):
         assert len(before.ranking) <= len(after.ranking)
         assert first_cost(after) <= first_cost(before) * (1 + TIE) * (1 + 1e-9)
@@ -243,9 +279,11 @@ def test_more_work_gives_no_worse_first_or_safe_row_and_no_fewer_rows(
 
 def first_cost(plan: Plan) -> float:
     """What the first row is ranked by, or the tight one that it displaces; infinite if there is none."""
-    costs = [inf]
-    for estimate in (row.estimate for row in plan.ranking):
-        assert estimate.memory is not None
-        tight = 1.0 if estimate.memory.verdict == "fits" else 1 + TIGHT
-        costs.append(estimate.seconds * tight * cost_factor(estimate.job.layout, toy()))
-    return min(costs)
+    return min(map(rank_cost, plan.ranking), default=inf)
+
+
+def rank_cost(row: Ranked) -> float:
+    estimate = row.estimate
+    assert estimate.memory is not None
+    tight = 1.0 if estimate.memory.verdict == "fits" else 1 + TIGHT
+    return estimate.seconds * tight * cost_factor(estimate.job.layout, toy())

@@ -104,8 +104,8 @@ class Plan:
             as if they were slower (`ODD`); infinite if nothing fits so far and something was not examined.
         complete: the search finished: up to the tolerance nothing is faster, or nothing fits; else its limit
             cut it short.
-        widened: nothing conventional fitted until states and parameters were sharded and offloaded in every
-            way.
+        widened: states and parameters were sharded and offloaded in every way, since nothing conventional
+            fits without offload, or a plain layout with offload is faster.
         nearest: the candidate nearest to fitting, if nothing fits.
     """
 

@@ -61,8 +61,8 @@ _COMMON_MICRO_BATCHES = (1, 2, 4, 8)  # samples of a microbatch
 def search(task: SearchTask, progress: Progress | None = None) -> Plan:
     """Find the best layouts of the task, the best first.
 
-    If no conventional layout fits, states and parameters are sharded and offloaded in every way
-    (`Task.allow_offload`), and the plan says so.
+    If no conventional layout fits, or a plain one with offload is faster than all that fit without it, states
+    and parameters are sharded and offloaded in every way (`Task.allow_offload`), and the plan says so.
 
     Args:
         progress: called now and then with the candidates replayed, memories computed and families that fit.
@@ -107,7 +107,7 @@ class _Search:
         self.baselines: dict[str, tuple[Feasible | None, Feasible | None]] = {}
         self.missing = dict[str, str]()
         self._passes = dict[tuple[str, bool], BranchAndBound]()
-        self.widened = False  # to layouts with offload, since none fits without
+        self.widened = False  # to layouts with offload, since none fits without, or none is as fast
         # the pass over all candidates; until the first round it only has what others accepted
         self.run = BranchAndBound(task=task, evaluator=self.evaluator, wanted=RANKED)
 
@@ -122,18 +122,22 @@ class _Search:
             self.run.accept([f for f in feasible if self.task.allow_offload or not _needs_offload_search(f)])
         if self.run.families:
             yield self
-        accepted = [feasible for run in self._passes.values() for feasible in _all_accepted(run)]
+        plain = accepted = [feasible for run in self._passes.values() for feasible in _all_accepted(run)]
         for limit in rounds(self.task.seconds):
             self.work.begin(limit)
             seeds, cut_short = self._find_conventional(self.task, until=_CONVENTIONAL_END)
-            if not self.task.allow_offload and all(map(_needs_offload_search, [*seeds, *accepted])):
-                seeds, _ = self._find_conventional(replace(self.task, allow_offload=True), until=_OFFLOAD_END)
-                self.widened = not cut_short  # else something may fit without offload
-            seeds += accepted
+            candidates = [*seeds, *accepted, *plain]
+            best = min((self._cost(f) for f in candidates if not _needs_offload_search(f)), default=inf)
+            offload_wins = best == inf or any(self._cost(f) < best for f in candidates)
+            if offload_wins and not self.task.allow_offload:
+                offload_task = replace(self.task, allow_offload=True)
+                candidates += self._find_conventional(offload_task, until=_OFFLOAD_END)[0]
+                # if the first search was cut short and found nothing, something may fit without offload
+                self.widened = self.widened or best < inf or not cut_short
             if not (allow_offload := self.task.allow_offload or self.widened):
-                seeds = [seed for seed in seeds if not _needs_offload_search(seed)]
+                candidates = [f for f in candidates if not _needs_offload_search(f)]
             task = replace(self.task, allow_offload=allow_offload)
-            self.run = run = self._run_pass("all", task, until=1.0, wanted=RANKED, seeds=seeds)
+            self.run = run = self._run_pass("all", task, until=1.0, wanted=RANKED, seeds=candidates)
             accepted = _all_accepted(run)
             if not run.cut_short and not run.candidates and not run.families:
                 raise _nothing_legal(self.task, run.space)
@@ -186,6 +190,10 @@ class _Search:
             self.missing[name] = _forbidden(task.fixed, task)
         return accepted
 
+    def _cost(self, feasible: Feasible) -> float:
+        """What rows are ranked by: more for a tight or an odd layout."""
+        return self.run.cost_of(feasible) * feasible.penalty
+
     def _find_conventional(self, task: SearchTask, until: float) -> tuple[list[Feasible], bool]:
         """Some conventional layouts that fit, and whether others were left unexamined."""
         run = self._run_pass(
@@ -233,9 +241,10 @@ class _Search:
             )
         ]
         # the representative of a family is often tight, while a variant of it is safe
-        safe_candidates = [f for f in _all_accepted(run) if is_safe(f.fit, task.memory_headroom)]
+        candidates = [*_all_accepted(run), *(safe for _, safe in self.baselines.values() if safe is not None)]
+        safe_candidates = [f for f in candidates if is_safe(f.fit, task.memory_headroom)]
         safe = min(safe_candidates, key=run.cost_of, default=None)
-        if safe is not None and chosen[0] in safe_candidates:
+        if safe is not None and chosen and chosen[0] in safe_candidates:
             tied = run.cost_of(chosen[0]) <= run.cost_of(safe) * (1 + TIE)
             safe = chosen[0] if tied else safe
         best = ranking[0].estimate if ranking else None
