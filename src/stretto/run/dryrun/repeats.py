@@ -25,17 +25,17 @@ T = TypeVar("T")
 _LABEL = re.compile(r"(?P<call>(?P<wait>the wait for )?\d+[A-Z_]+)(?P<microbatch>\d+)")
 
 
-def repeating(order: Iterable[Action]) -> frozenset[int]:
+def repeating(order: Iterable[Action], first: int = 2) -> frozenset[int]:
     """Return the microbatches of a rank's program that need not be run.
 
-    The first two and the last of each stage's forwards, backwards and messages are run: the first creates
-    what persists, the second shows what all later ones do, and the last starts the reductions.
+    The `first` ones and the last of each stage's forwards, backwards and messages are run: the first creates
+    what persists, the last of the `first` shows what all later ones do, and the last starts the reductions.
     """
     of = defaultdict[tuple[object, ...], list[int]](list)
     for action in order:
         if action.microbatch is not None:
             of[action.stage, action.kind].append(action.microbatch)
-    run = {microbatch for several in of.values() for microbatch in (*several[:2], several[-1])}
+    run = {microbatch for several in of.values() for microbatch in (*several[:first], several[-1])}
     return frozenset(microbatch for several in of.values() for microbatch in several) - run
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stretto.engine.parallel.data.gradients import MAX_IN_FLIGHT
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.recompute import RecomputedForward
 from stretto.engine.parallel.traffic import traffic
@@ -185,7 +186,8 @@ def _skippable(replica: RankModel, order: Sequence[Action]) -> frozenset[int]:
     halves = any(action.kind is ActionKind.W for action in order)
     if replica.asynchronous or job.dp.gathers(job.layout.pp) is not None or (each and halves):
         return frozenset()
-    return repeating(order)
+    # a stage of one unit has all reductions in flight that it ever has only after MAX_IN_FLIGHT microbatches
+    return repeating(order, 1 + MAX_IN_FLIGHT if each else 2)
 
 
 def _step(progress: Progress, number: int, actions: int) -> Callable[[int], None]:
