@@ -108,8 +108,8 @@ def joined(problems: Sequence[StrettoError]) -> StrettoError:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return "1 rank" or "2 ranks"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    """Return "1 rank" or "2 ranks", "2 microbatches"."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:

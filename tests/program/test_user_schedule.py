@@ -101,6 +101,14 @@ def test_a_function_that_makes_no_program_is_one_error(name: str, phrases: list[
     assert all(text in str(raised.value) for text in phrases), raised.value
 
 
+def test_a_file_without_its_function_and_sizes_of_one_are_named() -> None:
+    with pytest.raises(StrettoError) as raised:
+        schedule("mine.py", 1, 1)
+    assert raised.value.hint == "your own: mine.py:FUNCTION, FILE.csv or FILE.json"
+    with pytest.raises(StrettoError, match="stuck of 1 rank and 1 microbatch: "):
+        schedule("ownschedules.py:stuck", 1, 1)
+
+
 def test_a_file_with_a_program_is_a_schedule_of_its_sizes(folder: Path) -> None:
     program = schedule("zb-h1", 2, 4)
     file = folder / "zb.csv"

@@ -489,5 +489,4 @@ def _distance(ranked: Ranked, plan: Plan) -> str:
     if ranked.layout == first.layout:
         return "the first"
     slower = estimate.seconds / first.estimate.seconds - 1
-    tight = ", tight" if estimate.memory is not None and estimate.memory.verdict == "tight" else ""
-    return f"{ranked.layout}: {estimate.seconds:.4g} s ({slower:+.1%}{tight}: {ranked.reason})"
+    return f"{ranked.layout}: {estimate.seconds:.4g} s ({slower:+.1%}: {ranked.reason})"

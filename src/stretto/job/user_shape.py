@@ -53,8 +53,8 @@ class UserShape(ModelShape):
         if name in values or name not in _FIELDS:
             return object.__getattribute__(self, name)
         raise StrettoError(
-            f"{values.get('build')}: the model is from a file, and its {name} and what its layers compute "
-            "and store are unknown",
+            f"the model is from a file, {values.get('build')}: its {name}, and what its layers compute and "
+            "store, are unknown",
             hint="it can be trained, evaluated and verified; plans, predictions and everything else "
             "take a model.preset or a model.family",
         )

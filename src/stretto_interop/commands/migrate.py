@@ -39,8 +39,8 @@ def migrate(
         list[str],
         typer.Argument(
             metavar="SCRIPT|ARGS [...]",
-            help="A script that starts pretrain_gpt.py, or - for standard input, with what is said behind it "
-            "when it is run; or the arguments themselves. Besides, NAME=value sets a variable of its "
+            help="A script that starts pretrain_gpt.py, or - for standard input, and the arguments that it "
+            "is run with; or the arguments themselves. Besides, NAME=value sets a variable of its "
             "environment, and a.b=value a field of the config.",
         ),
     ],

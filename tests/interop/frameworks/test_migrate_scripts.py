@@ -42,7 +42,7 @@ def test_a_program_of_another_name_is_asked_for(tmp_path: Path, capsys: pytest.C
     script = tmp_path / "run.sh"
     script.write_text(f"torchrun --nproc-per-node 8 train_mine.py {SIZES} {RUN} {NONE}")
     assert run(["migrate", str(script)]) == 2
-    assert "nothing tells what train_mine.py trains" in (error := capsys.readouterr().err)
+    assert "what train_mine.py trains is unknown" in (error := capsys.readouterr().err)
     assert "--program gpt" in error
     assert run(["migrate", str(script), "--program", "gpt", "--out", str(tmp_path / "mine.yaml")]) == 0
     assert run(["migrate", str(script), "--program", "bert"]) == 2

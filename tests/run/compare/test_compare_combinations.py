@@ -61,6 +61,7 @@ def test_the_baseline_is_one_combination() -> None:
         (["layout.tp"], "not of the form"),
         (["layout.tp=1,,2"], "has an empty value"),
         (["layout.tp=1", "layout.tp=2"], r"layout\.tp is given twice"),
+        (["layout.dp=1,layout.pp=2"], r"has 'layout\.pp=2' as a value of layout\.dp"),
     ],
 )
 def test_bad_words_are_named(arguments: list[str], message: str) -> None:

@@ -197,6 +197,12 @@ def test_arrays_are_read_by_element(rows: list[Any], size: int, indent: int | st
             list(array_elements("x", [bad]))
 
 
+def test_an_object_around_an_array_is_refused_with_what_is_read() -> None:
+    with pytest.raises(StrettoError, match="x: not an array of JSON objects") as raised:
+        list(array_elements("x", ['{"data": [{"text": "a"}]}']))
+    assert raised.value.hint == "write one object a line, or an array"
+
+
 def test_a_mistake_in_an_array_is_reported_before_the_rest_is_read() -> None:
     def blocks() -> Iterator[str]:
         yield '[{"text": oops}, '

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from stretto.errors import Problem, StrettoError, nearest
+from stretto.errors import Problem, StrettoError
 from stretto.job.huggingface.fields import ShapeFields, differences, fields_by_name, shape_from_fields
 from stretto.job.huggingface.keys import ConfigKeys, shown
 from stretto.job.huggingface.model_types import MODEL_TYPES, ModelType
@@ -48,9 +48,14 @@ def read_config(values: Mapping[str, Any]) -> Reading:
         return _read_gemma3(values)
     kind = MODEL_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
-        closest = nearest(str(name)[:60], MODEL_TYPES)
-        hint = f"did you mean {closest!r}?" if closest else None
-        raise StrettoError(f"model_type {shown(name)} is not one of {', '.join(MODEL_TYPES)}", hint=hint)
+        built, planned = (
+            ", ".join(kind.name for kind in MODEL_TYPES.values() if kind.planned_only is only)
+            for only in (False, True)
+        )
+        raise StrettoError(  # names that are alike are other models: no nearest one is proposed
+            f"model_type {shown(name)} is not one of {built}, nor of {planned}, which can only be planned",
+            hint="`stretto train` takes its layers from a file: docs/do/own-model.md",
+        )
     return _read(ConfigKeys(values), kind)
 
 

@@ -417,8 +417,8 @@ def _losses(result: Estimate, best: Estimate) -> str:
         for name in large
     )
     if result.job.layout.world != best.job.layout.world:
-        return f"{result.job.layout.world} devices; {reason}"
-    if abs(result.seconds / best.seconds - 1) <= NOISE:
+        reason = f"{result.job.layout.world} devices; {reason}"
+    elif abs(result.seconds / best.seconds - 1) <= NOISE:
         reason = f"as fast within the noise ({reason})" if reason else "as fast"
         if result.memory is not None and best.memory is not None:
             lost = best.memory.slack - result.memory.slack

@@ -172,11 +172,10 @@ def entry(name: str) -> RegisteredSchedule:
         return _user_entry(name, user_schedule(name))
     registered = _ENTRIES.get(name)
     if registered is None:
-        close = nearest(name, _ENTRIES)
-        raise StrettoError(
-            f"schedule is {name!r}, which is not one of {', '.join(_ENTRIES)}",
-            hint=f"did you mean {close!r}?" if close else "your own: FILE.py:FUNCTION, FILE.csv or FILE.json",
-        )
+        file = name if name.endswith(".py") else "FILE.py"
+        close = None if file == name else nearest(name, _ENTRIES)
+        hint = f"did you mean {close!r}?" if close else f"your own: {file}:FUNCTION, FILE.csv or FILE.json"
+        raise StrettoError(f"schedule is {name!r}, which is not one of {', '.join(_ENTRIES)}", hint=hint)
     return registered
 
 

@@ -11,7 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
-from stretto.errors import StrettoError, nearest, nearest_file
+from stretto.errors import StrettoError, counted, nearest, nearest_file
 from stretto.program.action import Action
 from stretto.program.checks.check import check
 from stretto.program.lower import lower, unlower
@@ -120,7 +120,7 @@ def _checked(function: UserFunction, returned: object, ranks: int, microbatches:
     Raises:
         StrettoError: it is no program, one of other sizes, or one that the checker refuses.
     """
-    sizes = f"{function} of {ranks} ranks and {microbatches} microbatches"
+    sizes = f"{function} of {counted(ranks, 'rank')} and {counted(microbatches, 'microbatch')}"
     try:
         if not isinstance(returned, Program):
             rows = cast(
@@ -134,8 +134,8 @@ def _checked(function: UserFunction, returned: object, ranks: int, microbatches:
             returned = from_csv("\n".join(",".join(map(str, row)) for row in rows), name=function.name)
         if returned.ranks != ranks or returned.microbatches != microbatches * returned.steps:
             raise StrettoError(
-                f"returned a program of {returned.ranks} ranks and "
-                f"{returned.microbatches // returned.steps} microbatches",
+                f"returned a program of {counted(returned.ranks, 'rank')} and "
+                f"{counted(returned.microbatches // returned.steps, 'microbatch')}",
                 hint="take both from its arguments",
             )
         check(returned if returned.lowered else lower(returned))
@@ -156,8 +156,8 @@ def _program_file(path: Path, changed: int) -> UserSchedule:  # read again if it
             )
         if (ranks, microbatches) != (program.ranks, program.microbatches):
             raise StrettoError(
-                f"{path.name} is a program of {program.ranks} ranks and {program.microbatches} microbatches, "
-                f"not of {ranks} and {microbatches}",
+                f"{path.name} is a program of {counted(program.ranks, 'rank')} and "
+                f"{counted(program.microbatches, 'microbatch')}, not of {ranks} and {microbatches}",
                 hint=f"layout.pp={program.ranks}, and batch.global_size = {program.microbatches} x "
                 "batch.micro_size x layout.dp; or a function, FILE.py:FUNCTION, for any sizes",
             )

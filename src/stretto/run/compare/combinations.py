@@ -12,6 +12,7 @@ from stretto.errors import StrettoError
 
 _DEPTH = {"[": 1, "{": 1, "]": -1, "}": -1}
 _QUOTES = "\"'"
+_SETTING = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=")
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,17 @@ def combinations(arguments: Sequence[str]) -> list[Combination]:
             raise StrettoError(
                 f"{argument!r} is not of the form section.field=value,value", hint="such as layout.tp=1,2"
             )
+        chosen = values(text)
+        if another := next((value for value in chosen if _SETTING.match(value)), None):
+            raise StrettoError(
+                f"{argument!r} has {another!r} as a value of {field}",
+                hint="fields are separated by spaces: every combination of their values is run",
+            )
         if field in choices:
             raise StrettoError(
-                f"{field} is given twice", hint=f"write {field}={','.join(choices[field])},{text}"
+                f"{field} is given twice", hint=f"write {field}={','.join([*choices[field], *chosen])}"
             )
-        choices[field] = values(text)
+        choices[field] = chosen
         if len(choices[field]) > 1 and "" in choices[field]:
             raise StrettoError(f"{argument!r} has an empty value", hint="such as layout.tp=1,2")
     fields = list(choices)

@@ -72,7 +72,9 @@ def array_elements(path: object, blocks: Iterable[str]) -> Iterator[Any]:
         return StrettoError(f"{path}, element {number}: not JSON ({reason})", hint="write the array again")
 
     if next_character() != "[":
-        raise broken("no array")
+        raise StrettoError(
+            f"{path}: not an array of JSON objects", hint="write one object a line, or an array"
+        )
     at += 1
     if next_character() == "]":
         at += 1

@@ -12,8 +12,8 @@ _DIVERGED = 1.5  # times the loss of the first step, a single one
 
 
 class LossTrend:
-    """Compares the last steps with the best ones, by medians over a few steps, and with the first, since a run
-    may diverge before there is a median.
+    """Compares the last steps with the best ones, by medians over a few steps, and with the first, since a
+    run may diverge before there is a median.
     """
 
     def __init__(self) -> None:

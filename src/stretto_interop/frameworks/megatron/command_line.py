@@ -467,7 +467,7 @@ def _check_program(path: str, program: str | None, place: str) -> None:
             raise StrettoError(message, hint=f"give a script that starts {_GPT}")
     if path.rpartition("/")[2] != _GPT and program != "gpt":
         raise StrettoError(
-            f"{place}: nothing tells what {path.replace(MARK, '')} trains: {_GPT} is known",
+            f"{place}: what {path.replace(MARK, '')} trains is unknown; only {_GPT} is known by its name",
             hint=f"`stretto migrate ... --program gpt` if it trains a GPT, as {_GPT} does",
         )
 
