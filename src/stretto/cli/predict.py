@@ -301,6 +301,9 @@ def add_estimate(report: CommandReport, estimate: Estimate, defaults: Mapping[st
             interval = f"{used.low / GIB:.1f} to {used.high / GIB:.1f}"
             rows.append((f"memory, {name}", f"{used.mid / GIB:.1f} GiB", interval))
         capacity = None if memory.capacity == inf else f"of {memory.capacity / GIB:.1f} GiB"
+        if memory.host:
+            size = "" if memory.host_capacity == inf else f"of {memory.host_capacity / GIB:.1f} GiB"
+            rows.append(("memory, a node's host", f"{memory.host / GIB:.1f} GiB", size or "not stated"))
         rows.append(("", memory.verdict, capacity))
     report.table([text(""), number("predicted"), number("")], rows, min_width=9)
     report.line()

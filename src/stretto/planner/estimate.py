@@ -19,7 +19,7 @@ from stretto.planner.known_errors import known_errors
 from stretto.planner.machines.cluster import Cluster, group_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.machines.reading import shipped
-from stretto.planner.memory.fits import FREE, FREE_OF_OTHERS, Fit, fit
+from stretto.planner.memory.fits import FREE, FREE_OF_OTHERS, Fit, add_host, fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, rank_memory
 from stretto.planner.time.constants import is_fitted
@@ -261,7 +261,7 @@ def estimate(
     time = _step_time(job, cluster, assumptions, memory_job)
     free = FREE if job.framework == STRETTO else FREE_OF_OTHERS
     fits = (
-        fit(rank_memory(memory_job), cluster.device, assumptions.reserve, free)
+        add_host(fit(rank_memory(memory_job), cluster.device, assumptions.reserve, free), job.layout, cluster)
         if memory_job is not None and memory
         else None
     )

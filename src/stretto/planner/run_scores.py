@@ -148,7 +148,7 @@ def short_step_estimate(
     result = estimate(job, cluster, assumptions, memory=False)
     if not memory:
         return result
-    return replace(result, memory=short_step_fit(job, cluster.device, assumptions))
+    return replace(result, memory=short_step_fit(job, cluster, assumptions))
 
 
 def added_columns(row: PredictedRow) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def _price(job: Job, task: SearchTask) -> Estimate | None:
     job = replace(job, layout=layout, global_batch=task.global_batch, precision=task.job.precision)
     if not job.microbatches or problems(job) or (task.refusals is not None and task.refusals(job)):
         return None
-    fit = short_step_fit(job, task.cluster.device, task.assumptions)
+    fit = short_step_fit(job, task.cluster, task.assumptions)
     if not fit.likely:
         return None
     cluster = task.cluster.sized(devices)

@@ -17,7 +17,7 @@ from stretto.planner.counts.published_activations import (
 )
 from stretto.planner.counts.rank_parameters import elements_of
 from stretto.planner.memory.alternatives import parameters_of, published_kinds
-from stretto.planner.memory.fits import fit, fit_record
+from stretto.planner.memory.fits import add_host, fit, fit_record
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.layer import LayerTensor, layer_saved
 from stretto.planner.memory.ranks import MemoryJob, RankMemory, rank_record
@@ -59,7 +59,7 @@ def memory_record(run: RunRecord) -> dict[str, Any]:
         "microbatches": job.microbatches,
         "sequence": job.sequence,
         "device": {"name": device.name, "memory": device.memory},
-        **fit_record(fit(ranks, device, run.assumptions.reserve)),
+        **fit_record(add_host(fit(ranks, device, run.assumptions.reserve), job.layout, run.cluster)),
         "ranks": [_rank(run, memory_job, rank) for rank in ranks],
         "fullest": fullest,
         "activations": _activations(memory_job),

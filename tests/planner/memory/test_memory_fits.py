@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
+from stretto.layout.layout import Layout
 from stretto.planner.machines.catalogue import find_cluster
-from stretto.planner.memory.fits import FREE, FREE_OF_OTHERS, RESERVE, Fit, fit
+from stretto.planner.machines.cluster import HostMachine
+from stretto.planner.memory.fits import FREE, FREE_OF_OTHERS, RESERVE, Fit, add_host, fit
 from stretto.planner.memory.ranks import RankMemory
 
 GIB = 2**30
@@ -93,3 +96,26 @@ def test_a_reserve_of_the_user_replaces_the_usual_one() -> None:
     assert memory.device.low == pytest.approx(2.97 * GIB)
     assert memory.device.mid == pytest.approx(3.04 * GIB)
     assert of(1.0).device.low == pytest.approx(0.97 * GIB + RESERVE[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "host"),
+    [
+        (Layout(dp=2, pp=4), 22),  # all of a step's ranks on one node
+        (Layout(dp=4, pp=4), 32),  # two stages a node: the last two
+        (Layout(tp=8, dp=2, pp=4), 48),  # one stage on two nodes
+    ],
+)
+def test_a_node_s_host_has_what_all_its_ranks_offload(layout: Layout, host: int) -> None:
+    ranks = [replace(RANK, rank=rank, host=gib * GIB) for rank, gib in enumerate((1, 2, 2, 6))]
+    cluster = find_cluster("dgx-a100-80gb", layout.world)
+    used = add_host(fit(ranks, cluster.device), layout, cluster)
+    assert (used.host, used.host_capacity) == (host * GIB, 2015 * GIB)
+    assert used.verdict == "fits"
+    small = replace(cluster, host=replace(cluster.host, memory=(host - 1) * GIB))
+    short = add_host(used, layout, small)
+    assert (short.verdict, short.likely, short.missing) == ("does not fit", False, GIB)
+    assert short.needed == f"{host} of {host - 1} GiB of a node's host memory"
+    unstated = add_host(used, layout, replace(cluster, host=HostMachine(link=1e10)))
+    assert (unstated.verdict, unstated.host_capacity) == ("fits", inf)
+    assert unstated.host_text == f"{host} GiB of a node's host memory (not stated)"

@@ -18,7 +18,7 @@ TABLES = Path(__file__).parents[3] / "benchmarks" / "memory"
 
 
 def fit_of(row: RunRecord) -> Fit:
-    return short_step_fit(row.job, row.cluster.device, row.assumptions)
+    return short_step_fit(row.job, row.cluster, row.assumptions)
 
 
 @cache

@@ -133,7 +133,7 @@ def _climbed(
             if reached:
                 candidate = replace(first, saving=saving)
                 job, sized = candidate.job(wanted), bounds.cluster(first.parallelism.layout.world)
-                fit = short_step_fit(job, sized.device, wanted.assumptions)
+                fit = short_step_fit(job, sized, wanted.assumptions)
                 wants_more = fit.verdict != "fits"
                 if fit.likely:
                     seconds = estimate(job, sized, wanted.assumptions, memory=False).seconds
@@ -277,7 +277,7 @@ def test_memory_bounds_are_below_exact_memory(frozen: bool) -> None:
         for again in (Recompute(), Recompute("full")):
             saving_candidate = replace(candidate, saving=Saving(again))
             exact = short_step_fit(
-                saving_candidate.job(wanted), wanted.cluster.device, wanted.assumptions
+                saving_candidate.job(wanted), wanted.cluster, wanted.assumptions
             ).allocated.mid
             assert least.of(saving_candidate).total <= exact, saving_candidate
         seen += 1
@@ -366,7 +366,7 @@ def test_where_nothing_fits_the_nearest_layout_is_reported() -> None:
     plan = search(wanted)
     assert not plan.ranking
     assert plan.nearest is not None
-    assert plan.nearest.reason.startswith("lacks")
+    assert plan.nearest.reason.startswith("needs")
     assert plan.rejected["memory"].count
 
 
@@ -425,7 +425,7 @@ def test_bounds_hold_where_blocks_differ(shape: ModelShape, share: int) -> None:
             saving_candidate = replace(candidate, saving=saving)
             job = saving_candidate.job(wanted)
             time = estimate(job, wanted.cluster, wanted.assumptions, memory=False).seconds * (1 + 1e-9)
-            memory = short_step_fit(job, wanted.cluster.device, wanted.assumptions).allocated.mid
+            memory = short_step_fit(job, wanted.cluster, wanted.assumptions).allocated.mid
             assert bounds.parallelism(saving_candidate.parallelism) <= time, saving_candidate
             assert bounds.schedule(saving_candidate.parallelism, saving_candidate.schedule, saving) <= time, (
                 saving_candidate

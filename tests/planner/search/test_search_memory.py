@@ -14,13 +14,12 @@ from stretto.job.experts import ExpertShape
 from stretto.job.job import Job, Recompute
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
-from stretto.planner.memory.short_step import short_program, short_step_fit
+from stretto.planner.memory.short_step import short_program, short_step_memory
 from stretto.planner.search.memory_bounds import MemoryBounds, peak_states
 from stretto.planner.search.space import Space
 from stretto.planner.search.task import (
@@ -73,7 +72,7 @@ def test_a_short_step_has_the_memory_of_the_whole_step(name: str, options: dict[
     for again in (Recompute(), Recompute("full")):
         full_job = job(name, options, 64, again)
         exact = fit(rank_memory(memory_of(full_job)), DEVICE).allocated.mid
-        assert short_step_fit(full_job, DEVICE, Assumptions()).allocated.mid == exact
+        assert fit(short_step_memory(full_job), DEVICE).allocated.mid == exact
         if name != "gpipe":
             assert short_program(full_job).microbatches < 64
 

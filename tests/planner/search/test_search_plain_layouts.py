@@ -93,6 +93,21 @@ def test_a_plain_layout_with_offload_may_be_the_only_one_that_certainly_fits() -
     assert (plan.safe.layout, plan.safe.estimate.job.dp.offload) == (hybrid.layout, "cpu")
 
 
+def test_what_is_offloaded_has_to_fit_the_hosts() -> None:
+    wanted = toy(memory=0.12e9, seconds=0.1)
+    plan = search(wanted)
+    assert plan.widened
+    needed = [row.estimate.memory.host for row in plan.ranking if row.estimate.memory is not None]
+    assert min(needed) > 0
+    assert all("GiB of a node's host memory" in row.reason for row in plan.ranking)
+    host = replace(wanted.cluster.host, memory=min(needed) / 2)
+    none = search(replace(wanted, cluster=replace(wanted.cluster, host=host)))
+    assert not none.ranking
+    assert none.nearest is not None
+    assert none.nearest.reason.endswith("GiB of a node's host memory")
+    assert none.baselines["FSDP"].missing.endswith("GiB of a node's host memory")
+
+
 def test_rows_appear_before_pipelines_are_searched() -> None:
     first, second, third, *_, last = search_rounds(toy(experts=True, seconds=0.5))
     assert {*second.baselines} - {*first.baselines} == {"expert x pipeline"}

@@ -14,14 +14,13 @@ from stretto.job.presets import preset
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.layout.placement import linear
-from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
-from stretto.planner.memory.short_step import short_program, short_step_fit, short_step_memory
+from stretto.planner.memory.short_step import short_program, short_step_memory
 from stretto.planner.run_scores import short_step_estimate
 from stretto.planner.search.fixed import fixed
 from stretto.planner.search.memory_bounds import MemoryBounds, peak_states
@@ -173,7 +172,7 @@ def test_the_newest_first_of_llama_holds_hundreds_of_gib() -> None:
         Device(name="toy", tflops={"bf16": 312.0}, memory=inf, bandwidth=2e12),
     )
     exact = fit(rank_memory(memory_of(full_job)), device).allocated.mid
-    assert short_step_fit(full_job, device, Assumptions()).allocated.mid == exact > 500 * 2**30
+    assert fit(short_step_memory(full_job), device).allocated.mid == exact > 500 * 2**30
 
 
 @pytest.mark.parametrize("name", UNLISTED)

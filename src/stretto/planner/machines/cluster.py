@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 from typing import Literal, NamedTuple
 
 from stretto.errors import StrettoError
@@ -50,6 +50,11 @@ class HostMachine:
     link: float = 2e10
     disk: float = 7e12
     disk_bandwidth: float = 6e9
+
+    @property
+    def stated_memory(self) -> float:
+        """Bytes of its memory, or infinite if that is the default."""
+        return inf if self.memory == HostMachine.memory else self.memory
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

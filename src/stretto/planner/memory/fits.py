@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal
 
+from stretto.layout.layout import Layout
+from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.ranks import RankMemory
 
@@ -35,7 +37,7 @@ class Bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The memory of the fullest rank, compared with that of the device.
+    """The memory of the fullest rank, compared with that of the device, and of the fullest node's host.
 
     Attributes:
         allocated: bytes of all tensors.
@@ -43,6 +45,9 @@ class Fit:
         device: bytes that the driver reports, with the context and the buffers of communication libraries.
         capacity: bytes of the device.
         ranks: the pipeline ranks that were examined.
+        host: bytes of the fullest node's host memory that hold what its ranks offload, and copies of
+            checkpoints that are being written.
+        host_capacity: bytes of a node's host memory, infinite if the cluster does not state them.
     """
 
     allocated: Bytes
@@ -50,9 +55,13 @@ class Fit:
     device: Bytes
     capacity: float
     ranks: tuple[RankMemory, ...]
+    host: float = 0.0
+    host_capacity: float = inf
 
     @property
     def verdict(self) -> Verdict:
+        if self.host > self.host_capacity:
+            return "does not fit"
         if self.device.high <= self.capacity:
             return "fits"
         return "tight" if self.device.low <= self.capacity else "does not fit"
@@ -60,12 +69,31 @@ class Fit:
     @property
     def likely(self) -> bool:
         """True if it is more likely to fit than not; plans contain only such layouts."""
-        return self.device.mid <= self.capacity
+        return self.device.mid <= self.capacity and self.host <= self.host_capacity
 
     @property
     def slack(self) -> float:
         """Bytes left on the device; negative if they are missing."""
         return self.capacity - self.device.mid
+
+    @property
+    def missing(self) -> float:
+        """Bytes that are missing on the device or the host; negative if it fits."""
+        return max(-self.slack, self.host - self.host_capacity)
+
+    @property
+    def host_text(self) -> str:
+        """The host memory that it needs, in words."""
+        capacity = f" of {self.host_capacity / 2**30:.4g}" if self.host_capacity < inf else ""
+        unstated = " (not stated)" * (not capacity)
+        return f"{self.host / 2**30:.4g}{capacity} GiB of a node's host memory{unstated}"
+
+    @property
+    def needed(self) -> str:
+        """The bytes that it needs of those of the device; of the host, if those are too few."""
+        if self.host > self.host_capacity:
+            return self.host_text
+        return f"{self.device.mid / 2**30:.4g} of {self.capacity / 2**30:.4g} GiB"
 
 
 def fit_record(fit: Fit) -> dict[str, Any]:
@@ -75,7 +103,8 @@ def fit_record(fit: Fit) -> dict[str, Any]:
         name: {"low_gib": used.low / gib, "gib": used.mid / gib, "high_gib": used.high / gib}
         for name, used in (("allocated", fit.allocated), ("reserved", fit.reserved), ("device", fit.device))
     }
-    intervals["capacity_gib"] = fit.capacity / gib if fit.capacity < inf else None
+    for name, size in (("capacity", fit.capacity), ("host", fit.host), ("host_capacity", fit.host_capacity)):
+        intervals[f"{name}_gib"] = size / gib if size < inf else None
     return {"memory_gib": fit.allocated.mid / gib, "memory": intervals, "verdict": fit.verdict}
 
 
@@ -114,3 +143,12 @@ def fit(
         capacity=device.memory,
         ranks=tuple(ranks),
     )
+
+
+def add_host(fit: Fit, layout: Layout, cluster: Cluster) -> Fit:
+    """Add the fullest node's host memory to the fit of all pipeline ranks of a layout."""
+    node, stage = min(cluster.node, layout.world), layout.world // layout.pp  # devices of each
+    stages = max(1, node // stage)  # that a node has, one after the other
+    hosts = [rank.host for rank in fit.ranks]
+    fullest = max(sum(hosts[at : at + stages]) for at in range(0, layout.pp, stages))
+    return replace(fit, host=float(min(node, stage) * fullest), host_capacity=cluster.host.stated_memory)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from stretto.job.framework import STRETTO
 from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.machines.device import Device
-from stretto.planner.memory.fits import FREE, FREE_OF_OTHERS, Fit, fit
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.memory.fits import FREE, FREE_OF_OTHERS, Fit, add_host, fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import RankMemory, rank_memory, step_ids
 from stretto.program.program import Program
@@ -35,7 +35,8 @@ def short_step_memory(job: Job) -> list[RankMemory]:
     ]
 
 
-def short_step_fit(job: Job, device: Device, assumptions: Assumptions) -> Fit:
-    """Fit of a job's memory on a device, counted on a short step."""
+def short_step_fit(job: Job, cluster: Cluster, assumptions: Assumptions) -> Fit:
+    """Fit of a job's memory on the devices and hosts of a cluster, counted on a short step."""
     free = FREE if job.framework == STRETTO else FREE_OF_OTHERS
-    return fit(short_step_memory(job), device, assumptions.reserve, free)
+    used = fit(short_step_memory(job), cluster.device, assumptions.reserve, free)
+    return add_host(used, job.layout, cluster)

@@ -63,8 +63,8 @@ class CandidateEvaluator:
         """Fit of the fullest rank's memory on the device."""
         if candidate not in self.fits:
             self.work.add("memory", self._actions(candidate, short=True))
-            job, device = candidate.job(self.task), self.task.cluster.device
-            self.fits[candidate] = short_step_fit(job, device, self.task.assumptions)
+            job, cluster = candidate.job(self.task), self.task.cluster
+            self.fits[candidate] = short_step_fit(job, cluster, self.task.assumptions)
         return self.fits[candidate]
 
     def excess(self, choice: ScheduleChoice) -> float:

@@ -270,12 +270,12 @@ class RejectionCounts:
     Attributes:
         count: number of candidates.
         example: the first of them, in words.
-        closest: missing bytes and candidate, of the one nearest to fitting.
+        closest: fit and candidate, of the one nearest to fitting.
     """
 
     count: int = 0
     example: str = ""
-    closest: tuple[float, Candidate] | None = None
+    closest: tuple[Fit, Candidate] | None = None
 
     def add(self, candidate: Candidate, fit: Fit, *, lower_bound: bool = False, count: int = 1) -> None:
         """Record a candidate that does not fit.
@@ -285,12 +285,10 @@ class RejectionCounts:
             count: number of candidates that this one represents.
         """
         self.count += count
-        missing = fit.device.mid - fit.capacity
         if not self.example:
-            size = f"{'at least ' * lower_bound}{fit.device.mid / 2**30:.4g} GiB"
-            self.example = f"{candidate}: {size} on {fit.capacity / 2**30:.4g} GiB"
-        if self.closest is None or missing < self.closest[0]:
-            self.closest = (missing, candidate)
+            self.example = f"{candidate}: needs {'at least ' * lower_bound}{fit.needed}"
+        if self.closest is None or fit.missing < self.closest[0].missing:
+            self.closest = (fit, candidate)
 
     def reasons(
         self, rules: Mapping[str, tuple[int, str]], candidates: int, replayed: int, layouts: int
@@ -363,20 +361,22 @@ def variants_of(feasible: Feasible, family: Sequence[Feasible]) -> tuple[str, ..
 
 
 def nearest_to_fitting(
-    closest: tuple[float, Candidate] | None, task: SearchTask, sized_cluster: Callable[[int], Cluster]
+    closest: tuple[Fit, Candidate] | None, task: SearchTask, sized_cluster: Callable[[int], Cluster]
 ) -> Ranked | None:
     """The candidate nearest to fitting, from `RejectionCounts.closest`."""
     if closest is None:
         return None
     candidate = closest[1]
     job, cluster = candidate.job(task), sized_cluster(candidate.parallelism.layout.world)
-    fit = short_step_fit(job, cluster.device, task.assumptions)
+    fit = short_step_fit(job, cluster, task.assumptions)
     result = replace(estimate(job, cluster, task.assumptions, memory=False), memory=fit)
-    return _ranked(candidate, result, f"lacks {-fit.slack / 2**30:.4g} GiB of {_gib(fit)}", task)
+    return _ranked(candidate, result, f"needs {fit.needed}", task)
 
 
 def _ranked(candidate: Candidate, result: Estimate, reason: str, task: SearchTask) -> Ranked:
     dollars, world = task.price, candidate.parallelism.layout.world
+    if (fit := result.memory) is not None and fit.host and fit.likely:
+        reason += f"; {fit.host_text}"
     tokens_per_dollar = None if dollars is None else result.tokens_per_s * 3600 / (dollars * world)
     if odd := oddity(candidate.parallelism.layout, task):
         reason += f"; odd: {odd}"

@@ -181,9 +181,7 @@ class _Search:
             fastest_safe = min(safe, key=run.cost_of, default=None)
             self.baselines[name] = first, first if first in safe else fastest_safe
         elif (closest := run.rejections.closest) is not None:
-            capacity = task.cluster.device.memory / 2**30
-            needed = f"needs at least {closest[0] / 2**30 + capacity:.4g} of {capacity:.4g} GiB"
-            self.missing[name] = f"none fits: {closest[1]} {needed}"
+            self.missing[name] = f"none fits: {closest[1]} needs at least {closest[0].needed}"
         elif rules := [example for _, example in run.space.rejected.values()]:
             self.missing[name] = f"not legal: {rules[-1]}"
         else:
