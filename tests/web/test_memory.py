@@ -127,7 +127,7 @@ def test_a_config_of_hugging_face_is_its_preset() -> None:
     [
         ({"config": "{", "file": "mine.json"}, "mine.json is not JSON", "config.json of Hugging Face"),
         ({"config": "[]"}, "config.json is not a mapping", "Hugging Face"),
-        ({"config": '{"model_type": "lama"}'}, "model_type", "llama"),
+        ({"config": '{"model_type": "lama"}'}, "'lama' is not one of gpt2, llama", "own-model.md"),
         ({"model": "lama3-8b"}, "'lama3-8b' is not known", "llama3-8b"),
         ({"tp": 3}, "heads", "layout.tp"),
         ({"fields": {"optimizer": "mine.py:Own"}}, "mine.py:Own', allowed: adamw", "update rule"),
