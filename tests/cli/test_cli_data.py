@@ -49,7 +49,7 @@ def test_training_and_held_out_text_is_kept_apart_or_warned_of(
     assert run(["data", "build", *map(str, files), "--vocab", "300", "--out", f"{tmp_path}/two"]) == 0
     printed = capsys.readouterr()
     assert re.search(
-        r"splits +train [\d,]+ tokens of train.txt, valid [\d,]+ tokens of valid.txt", printed.out
+        r"splits +train [\d,]+ tokens of train.txt, valid [\d,]+ tokens of valid.txt\n", printed.out
     )
     assert printed.err == ""
     megatron = ["--format", "megatron", "--vocab", "300", "--out", f"{tmp_path}/m"]

@@ -234,6 +234,10 @@ def test_the_ranking_sorts_at_any_width_in_the_dark_and_in_chinese(drawn: Callab
     assert page.locator("html").get_attribute("lang") == "zh-CN"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    wide = page.locator(".wide").first  # cut at the edge: shades say so, and its caption is not cut
+    assert wide.evaluate("e => e.scrollWidth > e.clientWidth")
+    assert wide.evaluate("e => getComputedStyle(e).backgroundAttachment") == "local, local, scroll, scroll"
+    assert wide.locator("caption").evaluate("e => e.getBoundingClientRect().right <= innerWidth")
     head = page.locator("table").first.locator("thead th").nth(6)
     head.locator("button").click()
     values = page.locator("table").first.locator("tbody tr td:nth-child(7)").all_inner_texts()

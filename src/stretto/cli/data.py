@@ -324,7 +324,7 @@ def _tokens_report(tokens: TokenFolder | MegatronDataset, **more: Any) -> Comman
         if type(value) is dict:
             splits = cast(dict[str, dict[str, Any]], value).items()
             shown = ", ".join(
-                f"{split} {part['tokens']:,} tokens of {part['files']}" for split, part in splits
+                f"{split} {p['tokens']:,} tokens of {p['files']}" for split, p in splits if p["files"]
             )
         report.value(labels.get(name, name), shown, indent=18)
     return report

@@ -322,7 +322,7 @@ def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
         ("--rampup-batch-size 2 2 100", "rampup-batch-size", "it changes training"),
         ("--mtp-num-layers 1", "mtp-num-layers", "Stretto has no such model"),
         ("--rotary-percent 0.5", "rotary-percent", "it changes what the model computes"),
-        ("--fim-data", "fim-data", "Stretto does not read text so"),
+        ("--fim-data", "fim-data", "Stretto has no such way to read text"),
         ("--reset-position-ids", "reset-position-ids", "together are data.packing: documents"),
         ("--optimizer lion", "optimizer", "--optimizer is lion: not modelled here"),
         ("--mup-width-mult 2", "mup-width-mult", "it changes what the model computes"),

@@ -320,7 +320,7 @@ _REASONS = {
 }
 # why arguments of a class have no counterpart
 _LOST = {
-    "text": "Stretto does not read text so",
+    "text": "Stretto has no such way to read text",
     "learning": "it changes training, and Stretto has no such choice",
     "maths": "it changes what the model computes, and Stretto has no such choice",
     **UNREAD,
