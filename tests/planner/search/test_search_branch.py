@@ -370,6 +370,16 @@ def test_where_nothing_fits_the_nearest_layout_is_reported() -> None:
     assert plan.rejected["memory"].count
 
 
+def test_what_does_not_fit_is_shown_with_the_common_schedule() -> None:
+    alone = search(task(cluster=cluster(devices=1, node=1, memory=1e6), fixed={"micro_batch": (1,)}))
+    assert alone.widened
+    assert alone.nearest is not None
+    assert alone.nearest.layout == "single, micro 1, recompute full, states on cpu"
+    assert alone.rejected["memory"].example.startswith(
+        "single, micro 1, recompute full, states on cpu: needs "
+    )
+
+
 def test_impossible_fixed_choices_are_errors() -> None:
     with pytest.raises(StrettoError, match=r"no layout of 4 devices is legal: forbidden by --fix tp=3\n"):
         search(task(fixed={"tp": (3,)}))

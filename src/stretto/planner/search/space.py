@@ -179,6 +179,7 @@ class Space:
         key = parallelism.layout.pp, self.task.microbatches(parallelism)
         if key not in self._schedules:
             considered = [name for name in names() if self._is_considered(name, key[0])]
+            considered.sort(key=lambda name: name != PLAIN)  # the first is the example of what does not fit
             self._schedules[key] = [
                 ScheduleChoice(name, options)
                 for name in self.values("schedule", considered)
