@@ -106,6 +106,9 @@ def test_a_users_own_model_cannot_be_exported(tmp_path: Path) -> None:
         path = save(tmp_path / "run", 1, mine, meta)
         with pytest.raises(StrettoError, match=r"has no model sizes in its metadata"):
             export_huggingface(path, tmp_path / "out")
+    path = save(tmp_path / "run", 2, mine, {"model": {"family": "mine.py:build", "parameters": {"w": [2]}}})
+    with pytest.raises(StrettoError, match=r"is of a model from a file, mine\.py:build, which other"):
+        export_dcp(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert read_whole(path)[0]["w"].tolist() == [1, 1]
     with pytest.raises(StrettoError, match="has no tensors named optim"):

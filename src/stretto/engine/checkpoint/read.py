@@ -127,6 +127,11 @@ def shape_of(path: str | Path, meta: dict[str, Any]) -> ModelShape:
             hint=f"export each of its {len(tables)} tables to a file: stretto checkpoint export {path} "
             f"--table {table} --out {table}.npy; `stretto score` applies the model to new logs",
         )
+    if isinstance(sizes, dict) and "parameters" in sizes:
+        raise StrettoError(
+            f"checkpoint {path} is of a model from a file, {sizes.get('family')}, which other libraries lack",
+            hint="`stretto.engine.checkpoint.read.read_whole(FOLDER)[0]` returns its weights by name",
+        )
     try:
         if isinstance(sizes, dict):
             return shape_from_record(sizes)

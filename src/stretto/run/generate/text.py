@@ -46,8 +46,8 @@ def shape_of(checkpoint: Path) -> ModelShape:
     record = cast("dict[str, Any]", sizes)
     if record.get("family") not in FAMILIES:
         raise StrettoError(
-            f"checkpoint {checkpoint} is of family {record.get('family')!r}, which writes no text",
-            hint=f"name one of {' or '.join(FAMILIES)}",
+            f"checkpoint {checkpoint} is of {record.get('family')!r}, which generates no text",
+            hint=f"families that do: {', '.join(FAMILIES)}",
         )
     return shape_from_record(record)
 
