@@ -14,7 +14,7 @@ from ranks import on_ranks
 from stretto import Layout
 from stretto.engine.models.build import build
 from stretto.engine.models.sharding import sharding_plan
-from stretto.engine.optim.norm import GradientNorm, clip
+from stretto.engine.optim.norm import GradientNorm, clip, finite
 from stretto.engine.parallel.data.reduction import shard_groups
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
@@ -248,3 +248,10 @@ def test_shards_count_what_they_hold():
         for a, b in parts
     ]
     assert float(GradientNorm(fragments, {"tp": None})()) == pytest.approx(float(full.norm()), rel=1e-12)
+
+
+def test_tensors_of_each_type_are_looked_at_for_numbers_that_are_not_finite():
+    good, bad = torch.ones(3), torch.tensor([1.0, float("nan")])
+    assert bool(finite([good, good.double(), torch.ones(0)]))
+    for tensors in ([bad, good.double()], [good.double(), bad], [good, bad]):
+        assert not bool(finite(tensors))

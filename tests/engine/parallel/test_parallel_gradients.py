@@ -244,11 +244,27 @@ def fewer() -> None:
         assert (layers[1].bias.grad == (2.0 if used == 2 else 0.0)).all()
 
 
+def blamed() -> None:
+    """In the first step rank 1's gradient is NaN, and the sum of both; the blame ends with the step."""
+    layer = nn.Linear(2, 2)
+    gradient_buffer = buffer(list(layer.parameters()), [layer], dist.group.WORLD)
+    for step in range(2):
+        gradient_buffer.zero()
+        gradient_buffer.arm()
+        factor = float("nan") if (rank(), step) == (1, 0) else 1.0
+        (factor * layer(torch.ones(1, 2))).sum().backward()
+        gradient_buffer.flush()
+        gradient_buffer.wait()
+        assert bool(layer.weight.grad.isfinite().all()) == (step == 1)
+        assert len(gradient_buffer.own_bad()) == (2 if (rank(), step) == (1, 0) else 0)
+
+
 def every_case() -> tuple[list[list[Any]], str]:
     for microbatches in (1, 3):
         for bucket_bytes in (1, 200, 10**6):
             reduced(microbatches, bucket_bytes)
     fewer()
+    blamed()
     return overlapped(), late()
 
 

@@ -20,10 +20,12 @@ from stretto import Layout, schedule
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Pipeline, ReplicatedWeights
 from stretto.engine.pipeline.steady_state import repeated
+from stretto.engine.pipeline.versions import ages
 from stretto.errors import StrettoError
 from stretto.program.checks.versions import weight_versions
 from stretto.program.lower import LOOKAHEAD
 from stretto.program.program import Program
+from stretto.program.text import parse_action
 
 RATE, MOMENTUM = 0.01, 0.9
 
@@ -226,3 +228,11 @@ def test_asynchronous_programs_and_optimisers_must_match():
             squares,
             weights=ReplicatedWeights(optimizer=optimizer),
         )
+
+
+def test_a_version_is_kept_for_the_first_of_the_microbatches_that_still_use_it():
+    """The order of a window that is cut short keeps the microbatches before the cut."""
+    order = [parse_action(text) for text in ["0F0", "0F1", "0B0", "0U", "0F2", "0B1", "0B2"]]
+    update = ages(order, [0, 0, 0])
+    assert [update.of[action] for action in order if action in update.of] == [0, 0, 0, 1, 1, 1]
+    assert update.following[order[3]] == 1  # in 0B1, after 0F2

@@ -13,6 +13,8 @@ from stretto import Layout, schedule
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.engine.pipeline import Pipeline, Skip
+from stretto.engine.pipeline.exchange import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, pack, unpack
+from stretto.engine.pipeline.rank_buffers import Boundary
 from stretto.errors import StrettoError
 from stretto.program.program import Program
 from stretto.program.transforms.activations import recompute
@@ -198,3 +200,13 @@ def test_a_skip_carries_one_tensor():
     pipe = Pipeline(streams(4, True), schedule("gpipe", 1, 1), Mesh(Layout()), loss, skips=[Skip(1, 3)])
     with pytest.raises(Exception, match="layer 1 returns 3 tensors, but a skip starts there"):
         pipe.step(*tokens(1, False))
+
+
+def test_headers_hold_every_type_and_the_most_tensors_and_dimensions():
+    sizes = [tuple(range(2, 2 + n % (MOST_DIMENSIONS + 1))) for n in range(MOST_TENSORS)]
+    types = DTYPES * MOST_TENSORS
+    boundaries = tuple(Boundary(shape, dtype) for shape, dtype in zip(sizes, types, strict=False))
+    assert unpack(pack(boundaries, torch.device("cpu"))) == boundaries
+    for more in ((*boundaries, boundaries[0]), (Boundary((1,) * (MOST_DIMENSIONS + 1), torch.float32),)):
+        with pytest.raises(StrettoError, match="at most"):
+            pack(more, torch.device("cpu"))

@@ -27,6 +27,7 @@ from stretto.planner.memory.ranks import (
     rank_memory,
     stage_memory_of,
 )
+from stretto.planner.memory.stage import Resident, _layer_backward
 from stretto.program import schedule
 from stretto.program.action import ActionKind
 from stretto.program.lower import lower
@@ -88,6 +89,29 @@ def test_outputs_are_not_held_where_they_are_freed_once_sent() -> None:
         # the last rank sends no outputs
         assert (freed.between_actions < holding.between_actions) == (rank < 3)
         assert freed.total <= holding.total
+
+
+@pytest.mark.parametrize("name", ["hanayo", "zb-v"])
+def test_what_the_next_stage_of_the_same_rank_takes_is_kept_with_its_input(name: str) -> None:
+    memory = rank_memory(job(name, ranks=2, microbatches=2))[1]
+    assert [*memory.flights] == [1, 2]
+    handed_on = memory.flights[1] * COMPUTE.batch * GPT.sequence * GPT.hidden * COMPUTE.element
+    held_bytes = sum(count * memory.stages[stage] for stage, count in memory.flights.items())
+    assert memory.activations == held_bytes + handed_on
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA])
+@pytest.mark.parametrize("layer", [0, 2, 9])
+@pytest.mark.parametrize("last", [False, True])
+def test_the_first_half_of_a_backward_leaves_what_its_products_need(
+    shape: ModelShape, layer: int, last: bool
+) -> None:
+    """The incoming gradient of a stage's last layer is a message: it is not counted twice."""
+    memory = layer_memory(shape, COMPUTE, layer)
+    boundary = COMPUTE.batch * shape.sequence * shape.hidden * COMPUTE.element
+    message = boundary * (last and memory.last_product is not None and memory.last_product.is_residual)
+    _, change = _layer_backward(memory, Resident(), boundary, True, last)
+    assert change == memory.queued - memory.saved - message
 
 
 def test_1f1b_holds_fewer_microbatches_on_later_ranks_and_gpipe_all() -> None:
@@ -202,7 +226,12 @@ def test_norms_complete_the_gradients_of_a_block() -> None:
             sequence=64,
         )
     )
-    units = {unit.parameters[-1].name: unit.flying for unit in job_memory.units(0).units}
-    assert job_memory.units(0).flying()[-3:] == tuple(
+    stage = job_memory.units(0)
+    units, flying = {unit.parameters[-1].name: unit.flying for unit in stage.units}, stage.flying()
+    assert flying[-3:] == tuple(
         units[name] for name in ("blocks.0.attn.qkv.weight", "blocks.0.norm1.weight", "embed.tok.weight")
     )
+    # reductions of the microbatch before that are under way when the backward begins: the last to start
+    under_way = [stage.resident(before)[-1].gradients for before in range(3)]
+    assert under_way == [0, flying[-1], flying[-2] + flying[-1]]
+    assert flying[-2] != flying[-1]

@@ -20,7 +20,7 @@ from stretto.planner.memory.fits import fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
 from stretto.planner.memory.short_step import short_program, short_step_memory
-from stretto.planner.search.memory_bounds import MemoryBounds, peak_states
+from stretto.planner.search.memory_bounds import MemoryBounds, filling_microbatches, peak_states
 from stretto.planner.search.space import Space
 from stretto.planner.search.task import (
     Parallelism,
@@ -82,6 +82,19 @@ def test_gpipe_and_bfs_hold_the_whole_batch(name: str) -> None:
     options = (("chunks", 2),) if name == "bfs" else ()
     for states in peak_states(ScheduleChoice(name, options), 4, 9).values():
         assert set(states[0].in_flight) == {9}
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_few_microbatches_fill_the_ranks_as_many_do(pp: int, groups: int) -> None:
+    choice = ScheduleChoice("interleaved", (("chunks", 2), ("group", groups * pp)))
+    few = filling_microbatches(choice, pp, 80)
+    assert few < 80
+    flights = [
+        [sum(states[0].in_flight) for states in peak_states(choice, pp, microbatches).values()]
+        for microbatches in (few, 80)
+    ]
+    assert flights[0] == flights[1] != []
 
 
 def test_peak_states_of_1f1b() -> None:

@@ -121,6 +121,17 @@ def test_rows_appear_before_pipelines_are_searched() -> None:
     assert last.ranking[0].estimate.seconds <= first.ranking[0].estimate.seconds
 
 
+def test_rows_with_offload_appear_once_the_search_is_widened() -> None:
+    """Before, a plain layout that fits only with offload is among the plain ones alone."""
+    first, *_, last = plans = [*search_rounds(toy(memory=0.17e9, seconds=0.1))]
+    fsdp = first.baselines["FSDP"].fastest
+    assert fsdp is not None
+    assert fsdp.estimate.job.dp.offload == "cpu"
+    assert last.widened
+    for plan in plans:
+        assert plan.widened or {row.estimate.job.dp.offload for row in plan.ranking} == {"none"}
+
+
 def test_every_plain_layout_is_forbidden_or_shown_not_to_fit() -> None:
     plan = search(toy(experts=True, memory=1e7, seconds=0.5, fixed={"shard_states": (2,)}))
     reasons = {name: plain.missing for name, plain in plan.baselines.items()}
