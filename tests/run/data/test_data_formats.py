@@ -267,6 +267,7 @@ def test_skipping_has_a_bound(tmp_path: Path):
     [
         ("id,body\n1,x\n", "line 1: no field 'text'"),
         ("text,text\n1,x\n", "line 1: 2 columns 'text'"),
+        ("id;text\n1;x\n", "line 1: ';' separates cells, where ',' must"),
         ('id,text\n1,"open\n' + "2,x\n" * 40, "line 2: a quotation mark that is not closed"),
     ],
 )

@@ -398,6 +398,11 @@ def _table_rows(path: Place, delimiter: str, field: str) -> Iterator[Row]:
                 raise problem
             names = cells
             if field not in names:
+                if len(names) == 1 and (mark := next((m for m in ";|,\t" if m in names[0]), None)):
+                    raise StrettoError(
+                        f"{path}, line {number}: {mark!r} separates cells, where {delimiter!r} must",
+                        hint="cells are read if commas separate them in a .csv, or tabs in a .tsv",
+                    )
                 raise _no_field(f"{path}, line {number}", field, names)
             if names.count(field) > 1:
                 raise StrettoError(
