@@ -436,6 +436,7 @@ def test_cells_are_read_by_name_or_alias() -> None:
         {"GPUs": "1024", "micro": "2.0", "seq": "1e4", "batch": " ", "x_hue": "red", "sp": "True"}
     )
     assert cells.values == {"gpus": 1024, "micro_batch": 2, "seq": 10000, "sp": True}
+    assert read_cells({"sequence": "4096"}).values == {"seq": 4096}
     names = [name for name, column in COLUMNS.items() for name in (name, column.alias) if name]
     assert len(names) == len(set(names))
     assert not set(names) & set(ADDED)
