@@ -140,7 +140,7 @@ def find_function(target: str, example: str, arguments: Sequence[str] | None = (
         fits = minimum <= len(arguments) and (len(arguments) <= maximum or accepted.vararg)
         if not fits or None in accepted.kw_defaults:
             raise StrettoError(
-                f"{path}:{name} takes other arguments than ({', '.join(arguments)})",
+                f"{path}:{name} takes other arguments than ({', '.join(arguments) or 'none'})",
                 hint="give the others defaults, or write a function that calls it",
             )
     return UserFunction(path.resolve(), name)

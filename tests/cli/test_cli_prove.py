@@ -68,7 +68,7 @@ def test_a_model_that_differs(wrong: str, capsys: pytest.CaptureFixture[str]) ->
         ("{wrong}:nothing", 2, "wrong.py:nothing returned int, must return the report of a proof"),
         ("{wrong}:fails", 1, "failed: KeyError: 'planted'"),
         ("{wrong}:forgetfull", 2, "did you mean 'forgetful'?"),
-        ("{wrong}:needs", 2, "wrong.py:needs takes other arguments than ()"),
+        ("{wrong}:needs", 2, "wrong.py:needs takes other arguments than (none)"),
         ("{wrong}", 2, "does not name a function in a file"),
         ("nowhere.py:check", 2, "there is no file nowhere.py"),
     ],
