@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -267,6 +270,34 @@ def test_a_search_that_is_cut_short_never_says_that_nothing_fits(
     assert "nothing fits" not in printed
     report = stretto.json(*large, "--seconds", "0.1", code=3)
     assert (report["complete"], report["gap"], report["ranking"]) == (False, None, [])
+
+
+def test_the_best_so_far_is_shown_and_ctrl_c_prints_it() -> None:
+    arguments = ["--model", "llama3.1-405b", "--cluster", "dgx-h100:8192", "--batch", "2048"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.environ.update(TERM="xterm", COLUMNS="200")
+        command = [sys.executable, "-m", "stretto.cli.main", "plan", *arguments, "--seconds", "1000"]
+        os.execv(sys.executable, command)
+    seen, stopped = "", False
+    while True:
+        try:
+            seen += os.read(terminal, 65536).decode(errors="replace")
+        except OSError:  # it has ended
+            break
+        if not stopped and "best so far" in seen:
+            os.write(terminal, b"\x03")
+            stopped = True
+    _, status = os.waitpid(process, 0)
+    os.close(terminal)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
+    assert os.waitstatus_to_exitcode(status) == 0, plain[-3000:]
+    best = re.search(r"best so far: (\S+) s, (tp\S+.*?) \(Ctrl-C", plain)
+    assert best is not None
+    assert f" 1. {best[2][:60]}" in plain
+    assert re.search(rf"^ +1 +{re.escape(best[1])} ", plain, re.MULTILINE)
+    assert "cut short" in plain
+    assert "Traceback" not in plain
 
 
 def test_the_safe_and_the_plain_layouts_are_beside_the_fastest(stretto: CommandLine) -> None:

@@ -173,17 +173,28 @@ def byte_progress(label: str) -> Generator[Callable[[int, int], None] | None]:
 
 
 @contextmanager
-def show_search(label: str = "searching") -> Generator[Callable[[int, int, int], None] | None]:
-    """Show a search's progress if stderr is a terminal; yields what takes its numbers of layouts."""
+def show_search(label: str = "searching") -> Generator[Callable[..., None] | None]:
+    """Show a search's progress if stderr is a terminal; yields what takes its numbers of layouts, or the best
+    so far as `best`.
+    """
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
 
     with Console(stderr=True).status(label) as status:
-        yield lambda replayed, evaluated, fitting: status.update(
-            f"{label}: {replayed} replayed, {evaluated} evaluated, {fitting} that fit"
-        )
+        so_far = ""
+
+        def show(*counts: int, best: str = "") -> None:
+            nonlocal so_far
+            if best:
+                so_far = f"; best so far: {best} (Ctrl-C: stop there)"
+            else:
+                replayed, evaluated, fitting = counts
+                numbers = f"{replayed} replayed, {evaluated} evaluated, {fitting} that fit"
+                status.update(f"{label}: {numbers}{so_far}")
+
+        yield show
 
 
 # exceptions whose message needs no traceback

@@ -118,10 +118,7 @@ def plan(options: PlanOptions) -> None:
             hint = f"leave --write out, or {error.hint}"
             raise StrettoError(f"--write: {error.message}", hint=hint) from None
 
-    from stretto.planner.search.search import search
-
-    with show_search() as progress:
-        result = search(task, progress)
+    result = _search(task)
     answers: list[Answer] = []
     if options.what_if:
         from stretto.planner.what_if import answer, changes
@@ -140,6 +137,24 @@ def plan(options: PlanOptions) -> None:
     report.print(options.as_json)
     if not result.ranking:
         raise say_no() if result.complete else typer.Exit(_CUT_SHORT)
+
+
+def _search(task: SearchTask) -> Plan:
+    """Search, and show the best so far; once something was found, Ctrl-C ends a search as its limit does."""
+    from stretto.planner.search.search import search_rounds
+
+    result: Plan | None = None
+    with show_search() as progress:
+        try:
+            for result in search_rounds(task, progress):
+                if progress is not None and result.ranking:
+                    first = result.ranking[0]
+                    progress(best=f"{first.estimate.seconds:.4g} s, {first.layout}")
+        except KeyboardInterrupt:
+            if result is None or not result.ranking:
+                raise
+    assert result is not None
+    return result
 
 
 # ------------------------------------------------------------------ the task

@@ -74,13 +74,13 @@ def search(task: SearchTask, progress: Progress | None = None) -> Plan:
     return last.plan()
 
 
-def search_rounds(task: SearchTask) -> Iterator[Plan]:
+def search_rounds(task: SearchTask, progress: Progress | None = None) -> Iterator[Plan]:
     """Yield the best layouts of the task after each round of the search; the last plan is that of `search`.
 
     Raises:
         StrettoError: as `search`.
     """
-    return (each.plan() for each in _rounds(task, None))
+    return (each.plan() for each in _rounds(task, progress))
 
 
 def _rounds(task: SearchTask, progress: Progress | None) -> Iterator[_Search]:
