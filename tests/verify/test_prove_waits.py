@@ -1,4 +1,4 @@
-"""Messages from rank to rank that never come end a proof."""
+"""Messages and collectives that never come end a proof."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ def receives_alone(model: Any, optimizer: Any, batch: Any) -> Tensor:
     """Rank 1 waits for what rank 0 never sends."""
     mean = step(model, optimizer, batch)
     if dist.get_rank() == 1:
-        dist.irecv(torch.empty(()).double(), 0).wait()
+        dist.recv(torch.empty(()).double(), 0)
+    return mean
+
+
+def reduces_alone(model: Any, optimizer: Any, batch: Any) -> Tensor:
+    """Rank 0 makes a collective that rank 1 does not."""
+    mean = step(model, optimizer, batch)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(3))
     return mean
 
 
@@ -45,7 +53,16 @@ def deadlocked(own_step: Any) -> Report:
             r"after 2 s rank 0 waits for its recv from rank 1 \(test_prove_waits.py:\d+\), "
             r"rank 1 waits for its recv from rank 0 \(test_prove_waits.py:\d+\): a deadlock",
         ),
-        (receives_alone, r"after 2 s rank 1 waits for its recv from rank 0 .*, rank 0 for no message"),
+        (
+            receives_alone,
+            r"after 2 s rank 0 waits for the other ranks, to compare, "
+            r"rank 1 waits for its recv from rank 0 \(test_prove_waits.py:\d+\): a deadlock",
+        ),
+        (
+            reduces_alone,
+            r"after 2 s rank 0 waits for its collective \(test_prove_waits.py:\d+\), "
+            r"rank 1 waits for the other ranks, to compare: a deadlock",
+        ),
     ],
 )
 @pytest.mark.timeout(60)

@@ -1,4 +1,4 @@
-"""Messages from rank to rank that never come: an error that names ranks and calls.
+"""Messages and collectives that never come: an error that names ranks and calls.
 
 Collectives have the timeout of their group, which can be changed; gloo's sends and receives wait as long as
 the group was made for, half an hour.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -31,13 +33,15 @@ def bounded_waits(seconds: float) -> Generator[None]:
     for name in replaced:
         setattr(ProcessGroup, name, _bounded(getattr(ProcessGroup, name), name, seconds))
     if dist.is_initialized():
-        _store().delete_key(_key(this_rank()))  # of a proof before
+        _calls().delete_key(str(this_rank()))  # of a proof before
     try:
         yield
-    except RuntimeError as error:  # this rank was in a collective that another one cannot reach
-        if "Timed out" in str(error) and (deadlock := _deadlock(seconds)) is not None:
-            raise deadlock from error
-        raise
+    except RuntimeError as error:
+        place = _place(frame for frame, _ in reversed([*walk_tb(error.__traceback__)]))
+        _record(error, f"its collective{place}" if place else "the other ranks, to compare")
+        if (deadlock := _deadlock(seconds)) is None:
+            raise
+        raise deadlock from error
     finally:
         for name, method in replaced.items():
             setattr(ProcessGroup, name, method)
@@ -48,22 +52,20 @@ def _bounded(method: Any, name: str, seconds: float) -> Any:
         work = method(group, tensors, *arguments, **named)
         if work is None or tensors[0].device.type != "cpu":
             return work
-        peer = (*arguments, *named.values())[0] if name != "recv_anysource" else None
-        return _BoundedWork(work, _described(name, group, peer), seconds)
+        peer = None if name == "recv_anysource" else (*arguments, *named.values())[0]
+        end = "any rank" if peer is None else f"rank {dist.get_global_rank(group, peer)}"
+        call = f"its {'send to' if name == 'send' else 'recv from'} {end}"
+        return _BoundedWork(work, call + _place(f for f, _ in walk_stack(sys._getframe(1))), seconds)
 
     return start
 
 
-def _described(name: str, group: ProcessGroup, peer: int | None) -> str:
-    """A call, for example: its recv from rank 1 (train.py:12)."""
-    called = f"its {name}" if name == "send" else "its recv"
-    if peer is not None:
-        rank = dist.get_global_rank(group, peer)
-        called += f" to rank {rank}" if name == "send" else f" from rank {rank}"
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "stretto"):
-        frame = frame.f_back
-    return called if frame is None else f"{called} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+def _place(frames: Iterable[FrameType]) -> str:
+    """The first of these frames that is the user's, such as " (train.py:12)"; empty without any."""
+    for frame in frames:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("contextlib", "torch", "stretto"):
+            return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+    return ""
 
 
 class _BoundedWork:
@@ -77,41 +79,39 @@ class _BoundedWork:
         """Like torch's `Work.wait`, with a default timeout."""
         if arguments or named:
             return self._work.wait(*arguments, **named)
-        started = time.monotonic()
         try:
             return self._work.wait(timedelta(seconds=self._seconds))
         except RuntimeError as error:
-            _store().set(_key(this_rank()), self._call)
-            # earlier: the other rank has failed, or has given up its own wait, which ends this one
-            early = time.monotonic() - started < self._seconds
-            raise (_deadlock(self._seconds, minimum=2 if early else 1) or error) from error
+            _record(error, self._call)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
 
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+def _calls() -> Any:
+    return dist.PrefixStore("stretto/prove/waits", dist.distributed_c10d._get_default_store())
 
 
-def _deadlock(seconds: float, minimum: int = 1) -> StrettoError | None:
-    """The calls that ranks are waiting in; None if fewer than `minimum` ranks wait for a message."""
-    if not dist.is_initialized():
+def _record(error: RuntimeError, call: str) -> None:
+    """Publish what this rank waited for, if it waited too long or another rank ended its wait."""
+    for ending in ("Timed out", "Connection"):
+        if ending in str(error) and dist.is_initialized() and not _calls().check([str(this_rank())]):
+            _calls().set(str(this_rank()), f"{ending}: {call}")
+
+
+def _deadlock(seconds: float) -> StrettoError | None:
+    """The calls that ranks are waiting in; None if none has waited too long."""
+    if not dist.is_initialized() or not _calls().check([str(this_rank())]):
         return None
     time.sleep(_GRACE)
-    store = _store()
-    calls = {r: store.get(_key(r)).decode() for r in range(world_size()) if store.check([_key(r)])}
-    if len(calls) < minimum:
+    calls, ranks = _calls(), range(world_size())
+    records = {r: calls.get(str(r)).decode().partition(": ") for r in ranks if calls.check([str(r)])}
+    if "Timed out" not in {ending for ending, _, _ in records.values()}:
         return None
-    waiting = [f"rank {waiter} waits for {its_call}" for waiter, its_call in calls.items()]
-    if quiet := [str(r) for r in range(world_size()) if r not in calls]:
-        waiting.append(f"rank{'s' * (len(quiet) > 1)} {', '.join(quiet)} for no message")
+    waiting = [f"rank {r} waits for {records[r][2] if r in records else 'no rank'}" for r in ranks]
     return StrettoError(
         f"after {seconds:g} s {', '.join(waiting)}: a deadlock",
-        hint="send and receive in one order on both ranks, or start them together with batch_isend_irecv; "
-        "if a step takes longer than this, give prove(..., timeout=SECONDS)",
+        hint="make the same collectives on all ranks of a group, send and receive in one order on both, "
+        "or together with batch_isend_irecv; if a step takes longer, give prove(..., timeout=SECONDS)",
     )
-
-
-def _key(rank: int) -> str:
-    return f"stretto/prove/waits/{rank}"
