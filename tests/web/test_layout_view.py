@@ -297,6 +297,22 @@ def test_a_layout_is_typed_and_an_illegal_one_has_its_nearest_fix(opened: Open, 
     assert "ep=2" in tab.evaluate("location.hash")
 
 
+def test_what_is_being_typed_stays_when_the_view_is_drawn_anew(opened: Open, page_address: str) -> None:
+    tab = opened(f"{page_address}#layout?cluster=dgx-h100&model=mixtral-8x7b")
+    tab.get_by_text("tp2 dp2 pp4: 16 ranks on 2 nodes of 8").wait_for()
+    tab.get_by_label("expert parallel (ep)").fill("2")
+    tab.evaluate("location.hash += '&rank=5'")
+    tab.get_by_text("rank 5", exact=False).first.wait_for()
+    assert tab.get_by_label("rank", exact=True).input_value() == "5"
+    assert tab.get_by_label("expert parallel (ep)").input_value() == "2"
+    tab.get_by_label("expert parallel (ep)").press("Enter")
+    tab.get_by_role("toolbar", name="Groups").get_by_role("button", name="ep", exact=True).wait_for()
+    tab.get_by_label("Model", exact=True).fill("llama3-8b")
+    tab.evaluate("location.hash = location.hash.replace('rank=5', 'rank=6')")
+    tab.wait_for_function("document.getElementById('rank').value === '6'")
+    assert tab.get_by_label("Model", exact=True).input_value() == "llama3-8b"
+
+
 def test_what_a_rank_sends_is_what_the_dry_run_counts(opened: Open, page_address: str) -> None:
     tab = opened(f"{page_address}#layout?tp=8&dp=2&pp=2&model=llama3-8b&seq=8192&rank=9")
     table = tab.get_by_role("region", name="Messages, most bytes first")

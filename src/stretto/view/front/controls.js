@@ -11,15 +11,21 @@ export const html = htm.bind(h);
 let fields = 0;
 const useName = (name) => useState(() => name ?? `field-${++fields}`)[0];
 
+// Attributes of an input: what is being typed stays, whatever is drawn anew in the meantime, until `take` takes it.
+export const useTyped = (value, take) => {
+  const [typed, setTyped] = useState(null);
+  return { value: typed ?? value, onInput: (event) => setTyped(event.target.value), onChange: (event) => { if (take(event) !== false) setTyped(null); } };
+};
+
 // A whole or decimal number, with a slider if `slider` is given ([least, most]).
 export const NumberField = ({ label, value, onChange, least = 0, most, step = 1, slider, unit = "", name }) => {
   const id = useName(name);
-  const set = (event) => { const to = event.target.valueAsNumber; if (event.target.validity.valid && Number.isFinite(to)) onChange(to); };
+  const set = (event) => { const to = event.target.valueAsNumber; return event.target.validity.valid && Number.isFinite(to) && (onChange(to), true); };
   return html`<div class="field">
     <label for=${id}>${t(label)}${unit && html` <span class="quiet">${unit}</span>`}</label>
     <div class="inputs">
       ${slider && html`<input type="range" aria-label=${t(label)} min=${slider[0]} max=${slider[1]} step=${step} value=${value} onInput=${set} />`}
-      <input id=${id} type="number" min=${least} max=${most} step=${step === 1 ? 1 : "any"} value=${value} onChange=${set} />
+      <input id=${id} type="number" min=${least} max=${most} step=${step === 1 ? 1 : "any"} ...${useTyped(value, set)} />
     </div></div>`;
 };
 
@@ -39,12 +45,11 @@ export const Check = ({ label, value, onChange, name }) => {
     <label for=${id}>${t(label)}</label></div>`;
 };
 
-// What is being typed stays, whatever is drawn anew in the meantime.
 export const TextField = ({ label, value, onChange, placeholder = "", name }) => {
-  const id = useName(name), [typed, setTyped] = useState(null);
+  const id = useName(name);
   return html`<div class="field"><label for=${id}>${t(label)}</label>
-    <input id=${id} type="text" value=${typed ?? value} placeholder=${placeholder} spellcheck=${false}
-      onInput=${(event) => setTyped(event.target.value)} onChange=${(event) => { setTyped(null); onChange(event.target.value); }} /></div>`;
+    <input id=${id} type="text" placeholder=${placeholder} spellcheck=${false}
+      ...${useTyped(value, (event) => { onChange(event.target.value); })} /></div>`;
 };
 
 export const Button = ({ children, onClick, disabled = false, label }) =>

@@ -1,5 +1,5 @@
 // The fields of a job that views share, and the question that they make: words of `stretto predict`.
-import { Check, Choice, NumberField, TextField, html } from "stretto/controls";
+import { Check, Choice, NumberField, TextField, html, useTyped } from "stretto/controls";
 import { t } from "stretto/strings";
 
 export const AXES = ["tp", "cp", "ep", "dp", "pp"];
@@ -38,7 +38,7 @@ export const jobCommand = (state) => {
 
 // Text with suggestions: any spelling of a model's or a cluster's name is read.
 const Named = ({ label, value, onChange, names, name }) => html`<div class="field"><label for=${name}>${t(label)}</label>
-  <input id=${name} type="text" list=${`${name}-names`} value=${value} spellcheck=${false} onChange=${(event) => onChange(event.target.value)} />
+  <input id=${name} type="text" list=${`${name}-names`} spellcheck=${false} ...${useTyped(value, (event) => { onChange(event.target.value); })} />
   <datalist id=${`${name}-names`}>${names.map((each) => html`<option value=${each} />`)}</datalist></div>`;
 
 export const ModelField = ({ state, set, names }) =>
