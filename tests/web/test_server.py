@@ -145,7 +145,9 @@ def test_other_names_of_this_machine_are_refused(client: Client, host: str) -> N
     """DNS rebinding: the attacker's name resolves to 127.0.0.1, and the browser sends its name."""
     status, _, _ = client.send("/", host=host.format(port=client.port))
     assert status in (400, 403)
-    status, _ = client.ask({"ask": "questions"}, host=host.format(port=client.port))
+    # without any name the server closes the connection before a body has arrived, which resets it
+    question = json.dumps({"ask": "questions"}).encode() if host else b""
+    status, _, _ = client.send("/ask", "POST", question, host=host.format(port=client.port))
     assert status in (400, 403)
 
 
