@@ -296,6 +296,7 @@ def test_the_best_so_far_is_shown_and_ctrl_c_prints_it() -> None:
     assert best is not None
     assert f" 1. {best[2][:60]}" in plain
     assert re.search(rf"^ +1 +{re.escape(best[1])} ", plain, re.MULTILINE)
+    assert "stopped; the best so far:" in plain
     assert "cut short" in plain
     assert "Traceback" not in plain
 

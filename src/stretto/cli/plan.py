@@ -153,6 +153,7 @@ def _search(task: SearchTask) -> Plan:
         except KeyboardInterrupt:
             if result is None or not result.ranking:
                 raise
+            print("stopped; the best so far:", file=sys.stderr)
     assert result is not None
     return result
 

@@ -200,9 +200,8 @@ def test_the_search_equals_brute_force(
         safe = [f for f in everything if is_safe(f.fit, 0.0)]
         assert (plan.safe is None) == (not safe)
         if plan.safe is not None:
-            fastest, first = min(safe, key=lambda f: cost(f, wanted)), expected[0]
-            tied = is_safe(first.fit, 0.0) and cost(first, wanted) <= cost(fastest, wanted) * (1 + TIE)
-            assert plan.safe.estimate.seconds == pytest.approx((first if tied else fastest).seconds)
+            fastest = min(safe, key=lambda f: cost(f, wanted))
+            assert plan.safe.estimate.seconds == pytest.approx(fastest.seconds)
         assert plan.gap == 0.0
         assert plan.complete
         assert plan.replayed <= len(everything) + len(plan.evaluated)
@@ -351,14 +350,6 @@ def test_a_search_whose_plain_layouts_need_offload_considers_offload() -> None:
     assert any(plain.fastest is not None for plain in plan.baselines.values())
     assert plan.ranking
     assert plan.widened
-
-
-def test_the_safe_layout_is_the_first_row_although_another_is_a_hair_faster() -> None:
-    plan = search(task(cluster=cluster(memory=80e9), fixed={"micro_batch": (1, 4)}))
-    first = plan.ranking[0].estimate
-    assert 0 < first.seconds / min(each.seconds for each in plan.evaluated) - 1 < 0.01
-    assert plan.safe is not None
-    assert plan.safe.estimate.job == first.job
 
 
 def test_replays_are_reported_and_ties_go_to_the_simpler_layout() -> None:
@@ -662,7 +653,7 @@ def test_more_work_finds_nothing_worse_and_a_busy_machine_the_same(monkeypatch: 
         assert len(before.ranking) <= len(after.ranking)
         assert after.ranking[0].estimate.seconds <= before.ranking[0].estimate.seconds * (1 + TIE)
         assert after.safe is not None
-        assert before.safe is None or after.safe.estimate.seconds <= before.safe.estimate.seconds * (1 + TIE)
+        assert before.safe is None or after.safe.estimate.seconds <= before.safe.estimate.seconds
         assert after.replayed >= before.replayed
     assert [*rounds(1.9)] == [*rounds(1.0)] == [0.0625, 0.4375, 0.5]
     first, *_, last = search_rounds(large_task(0.25))

@@ -90,7 +90,6 @@ class Plan:
         ranking: the best layouts, the best first; empty if nothing fits, or nothing was found within the
             limit (`complete`).
         safe: the best layout found whose whole interval of memory fits, with the wanted headroom, or None.
-            The first of the ranking, if it is such a layout and within a tie (`TIE`) of the fastest.
         baselines: each kind of layout that people use without a search, by name.
         evaluated: all candidates that were replayed, in the order of the search; those whose exact memory was
             not needed have a lower bound of it.

@@ -29,7 +29,6 @@ from stretto.layout.layout import Layout
 from stretto.planner.search.branch import BranchAndBound, Progress
 from stretto.planner.search.evaluator import CandidateEvaluator
 from stretto.planner.search.ranking import (
-    TIE,
     Baseline,
     Evaluated,
     Feasible,
@@ -242,9 +241,6 @@ class _Search:
         candidates = [*_all_accepted(run), *(safe for _, safe in self.baselines.values() if safe is not None)]
         safe_candidates = [f for f in candidates if is_safe(f.fit, task.memory_headroom)]
         safe = min(safe_candidates, key=run.cost_of, default=None)
-        if safe is not None and chosen and chosen[0] in safe_candidates:
-            tied = run.cost_of(chosen[0]) <= run.cost_of(safe) * (1 + TIE)
-            safe = chosen[0] if tied else safe
         best = ranking[0].estimate if ranking else None
 
         def ranked(feasible: Feasible | None) -> Ranked | None:
