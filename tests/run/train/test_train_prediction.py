@@ -63,6 +63,17 @@ def test_a_prediction_without_a_profile_says_that_it_is_rough(place: Path, tmp_p
     assert f"GiB a rank ({prediction.memory.verdict})" in line(config)
 
 
+def test_what_a_node_offloads_is_beside_the_memory_of_a_rank(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(tmp_path)
+    expected = predicted(config)
+    assert expected.memory is not None
+    short = replace(expected.memory, host=3.0 * 2**30, host_capacity=2.0 * 2**30)
+    monkeypatch.setattr(prediction, "predict", lambda *_: replace(expected, memory=short))
+    assert "GiB a rank, 3 of 2 GiB of a node's host memory (does not fit)" in line(config)
+
+
 def test_a_prediction_with_a_profile_names_it(place: Path, tmp_path: Path) -> None:
     keep_profile(place)
     config = job(tmp_path)

@@ -71,7 +71,8 @@ def prediction_line(job: Job, device: str, threads: int) -> str:
     if prediction.memory is not None:
         memory = prediction.memory
         of = "" if memory.capacity == inf else f" of {memory.capacity / 2**30:.3g}"
-        expected += f", {memory.device.mid / 2**30:.2g}{of} GiB a rank ({memory.verdict})"
+        host = f", {memory.host_text}" if memory.host else ""
+        expected += f", {memory.device.mid / 2**30:.2g}{of} GiB a rank{host} ({memory.verdict})"
     if not is_measured(cluster):
         return f"predicted: {expected}; rough, for `stretto calibrate` has not measured this machine"
     source = f"profile {cluster.name}"
